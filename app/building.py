@@ -1,0 +1,87 @@
+"""Settings to a Serve application: which deployments, how many, on what resources."""
+
+import math
+import os
+
+import ray
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+from app.ingress import OVERCOMMIT, IngressDeployment
+from app.replica import EngineDeployment
+from app.settings import AppSettings, is_path
+from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
+from engine.errors import ConfigError
+from engine.hub import PACKAGED_MODELS, resolve_model
+
+_CONTROL_CALLS = 8
+"""Calls for limits, statistics and health that a full replica takes beside its requests."""
+
+_INGRESS_REQUESTS = 100_000
+"""More than ever come: the ingress answers overload itself, in OpenAI's JSON, which Serve would not."""
+
+
+def build_application(settings: AppSettings) -> serve.Application:
+    """Raises `ConfigError` for what cannot start here."""
+    config = settings.engine_config()
+    num_gpus = gpus_to_ask_for(config.device)
+    _check_model(config)
+    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cuda" if num_gpus else "cpu"]
+    logging = LoggingConfig(log_level=settings.log_level)
+    engine = serve.deployment(
+        EngineDeployment,
+        name="engine",
+        num_replicas=settings.num_replicas,
+        max_ongoing_requests=math.ceil(OVERCOMMIT * max_num_seqs) + _CONTROL_CALLS,
+        # Shares of a core, so that everything finds a place on one; the engine sets its threads itself.
+        ray_actor_options={"num_cpus": 0.5, "num_gpus": num_gpus},
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config=logging,
+    )
+    ingress = serve.deployment(
+        serve.ingress()(IngressDeployment),
+        name="ingress",
+        max_ongoing_requests=_INGRESS_REQUESTS,
+        max_queued_requests=-1,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config=logging,
+    )
+    return ingress.bind(settings, engine.bind(config))
+
+
+def gpus_to_ask_for(device: str) -> int:
+    """1 where there is a GPU and the engine may use it. Asking for one that is not there would wait for ever.
+
+    Raises `ConfigError` if a GPU is demanded and there is none.
+    """
+    if device == "cpu":
+        return 0
+    found = _count_gpus()
+    if device == "cuda" and not found:
+        raise ConfigError("device is cuda, but there is no GPU here: use device=auto or device=cpu")
+    return 1 if found else 0
+
+
+def _count_gpus() -> int:
+    """Of the cluster if one is connected, else of this machine, counted as Ray will count them. No torch needed."""
+    if ray.is_initialized():
+        return int(ray.cluster_resources().get("GPU", 0))
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    count: int = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    return count if visible is None else min(count, len(visible))
+
+
+def _check_model(config: EngineConfig) -> None:
+    """A name or path that leads nowhere is told before Ray starts, unless the cluster is somewhere else.
+
+    Nothing is fetched here: an alias or a Hub repository is the replicas' matter, where the files are needed.
+    """
+    elsewhere = ray.is_initialized() or os.environ.get("RAY_ADDRESS")
+    fetched = config.model in PACKAGED_MODELS or ("/" in config.model and not is_path(config.model))
+    if not elsewhere and not fetched:
+        resolve_model(config.model)

@@ -1,0 +1,59 @@
+"""The `nanoserve` command: `build` what is compiled and fetched once, `serve` the application."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from app.settings import load_settings
+from engine.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nanoserve", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build", help="compile the CPU kernels and fetch the model, as serve does first")
+    serve = commands.add_parser("serve", help="serve the model at http://127.0.0.1:8000 until Ctrl-C")
+    for command in (build, serve):
+        command.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="such as model=PATH max_model_len=2048")
+    options = parser.parse_args(argv)
+    try:
+        settings = _pairs(options.settings)
+        _build(load_settings(settings).engine_config().model)
+        if options.command == "serve":
+            _serve(settings)
+    except ConfigError as error:
+        print(f"nanoserve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _pairs(arguments: Sequence[str]) -> dict[str, str]:
+    pairs = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"settings are given as KEY=VALUE, got {argument!r}")
+        pairs[name] = value
+    return pairs
+
+
+def _build(model: str) -> None:
+    """Here and not in the replicas, so that progress and errors are seen in the terminal."""
+    from engine.hub import resolve_model
+    from kernels.build import ensure_built
+
+    library = ensure_built(verbose=True)
+    print(f"CPU kernels: {library or 'none; torch computes instead'}")
+    print(f"model: {resolve_model(model)}")
+
+
+def _serve(settings: dict[str, str]) -> None:
+    """Become `serve run`, so that Ctrl-C and everything else is Ray's own."""
+    arguments = [f"{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "app:build", *arguments]
+    os.execv(sys.executable, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""OpenAI's API as pure functions: request models, response bodies, errors."""

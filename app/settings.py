@@ -1,0 +1,108 @@
+"""One settings model for YAML arguments, `NANOSERVE_*` variables and the command line."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import Field, ValidationError, create_model
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from engine.config import ALIASES, EngineConfig
+from engine.errors import ConfigError
+
+ENV_PREFIX = "NANOSERVE_"
+
+OTHER_VARIABLES = {"NANOSERVE_CACHE", "NANOSERVE_CPU_ISA"}
+"""Variables with our prefix that are no settings: where files are kept, which CPU kernels are built."""
+
+
+class AppSettings(BaseSettings):
+    """Settings of the application, beside those of the engine, which `Settings` adds from `EngineConfig`.
+
+    served_model_name: the model's name in the API; by default `model`, or the last part of its path.
+    num_replicas: copies of the engine.
+    max_queue_size: requests that may wait in an ingress before it answers 429.
+    stream_commit_s: seconds that a stream's HTTP status waits for the first token.
+    log_level: of both deployments.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, allow_inf_nan=False
+    )
+
+    served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    num_replicas: Annotated[int, Field(ge=1)] = 1
+    max_queue_size: Annotated[int, Field(ge=0)] = 256
+    stream_commit_s: Annotated[float, Field(ge=0)] = 5.0
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    def engine_config(self) -> EngineConfig:
+        """Raises `ConfigError`."""
+        return EngineConfig(**{name: getattr(self, name) for name in _ENGINE_FIELDS})
+
+    @property
+    def public_model_name(self) -> str:
+        model = self.engine_config().model
+        return self.served_model_name or (Path(model).name if is_path(model) else model)
+
+
+_hints = get_type_hints(EngineConfig)
+_ENGINE_FIELDS: dict[str, Any] = {
+    field.name: (_hints[field.name], field.default) for field in dataclasses.fields(EngineConfig)
+}
+
+Settings: type[AppSettings] = create_model("Settings", __base__=AppSettings, __module__=__name__, **_ENGINE_FIELDS)
+
+
+def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> AppSettings:
+    """Arguments over environment over defaults. Raises `ConfigError` that names the setting that is wrong."""
+    from_environment = _from_environment(environ)
+    given = from_environment | _without_aliases(args)
+    known = set(Settings.model_fields)
+    if unknown := sorted(given.keys() - known):
+        raise ConfigError(
+            f"unknown setting {', '.join(map(_shown(from_environment), unknown))}; known are {', '.join(sorted(known))}"
+        )
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        lines = [
+            f"{_shown(from_environment)(str(e['loc'][0]))}: {e['msg'].lower()}, got {e['input']!r}"
+            for e in error.errors(include_url=False)
+        ]
+        raise ConfigError("; ".join(dict.fromkeys(lines))) from None
+    settings.engine_config()
+    return settings
+
+
+def is_path(model: str) -> bool:
+    """Whether `model` can only mean a file or folder: written as a path, or there."""
+    return model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or Path(model).exists()
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read here rather than by the settings model, which would pass over a variable whose name it does not know."""
+    return _without_aliases(
+        {
+            name[len(ENV_PREFIX) :].lower(): value
+            for name, value in environ.items()
+            if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES and value
+        }
+    )
+
+
+def _without_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
+    plain = dict(settings)
+    for alias, name in ALIASES.items():
+        if alias in plain:
+            if name in plain:
+                raise ConfigError(f"{alias} and {name} are one setting: give one of them")
+            plain[name] = plain.pop(alias)
+    return plain
+
+
+def _shown(from_environment: Mapping[str, Any]) -> Any:
+    """A setting's name as the person wrote it."""
+    return lambda name: f"{ENV_PREFIX}{name.upper()}" if name in from_environment else name

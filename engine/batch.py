@@ -1,0 +1,94 @@
+"""The host's half of the persistent batch: one row for each running request, as flat arrays.
+
+A request keeps its row from admission until it finishes or is preempted, and nothing is moved in between. A step
+touches rows through index arrays, so its cost hardly grows with the number of sequences.
+"""
+
+import numpy as np
+
+from engine.request import Request
+
+
+class Batch:
+    """R = max_num_seqs rows.
+
+    tokens: [R, max_total_tokens] prompt and output ids.
+    num_tokens, num_computed: [R] tokens known, and tokens whose KV is in the cache.
+    num_reused: [R] leading tokens whose KV was there already; their slots are never written again.
+    limit: [R] num_tokens at which the request ends by length.
+    stop_from: [R] num_tokens from which a stop token counts (prompt + min_tokens).
+    stop_ids: [R, K] ids that end the request, filled up with -1.
+    block_table: [R, max_blocks] and num_blocks [R].
+    temperature, top_p, min_p: [R] float32; top_k: [R] int32, 0 for all; seed: [R] int64.
+    """
+
+    def __init__(self, max_num_seqs: int, max_total_tokens: int, block_size: int) -> None:
+        rows = max_num_seqs
+        self.block_size = block_size
+        self.max_blocks = -(-max_total_tokens // block_size)
+        self.tokens = np.zeros((rows, max_total_tokens), dtype=np.int32)
+        self.num_tokens = np.zeros(rows, dtype=np.int32)
+        self.num_computed = np.zeros(rows, dtype=np.int32)
+        self.num_reused = np.zeros(rows, dtype=np.int32)
+        self.limit = np.zeros(rows, dtype=np.int32)
+        self.stop_from = np.zeros(rows, dtype=np.int32)
+        self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
+        self.block_table = np.zeros((rows, self.max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(rows, dtype=np.int32)
+        self.temperature = np.zeros(rows, dtype=np.float32)
+        self.top_p = np.ones(rows, dtype=np.float32)
+        self.min_p = np.zeros(rows, dtype=np.float32)
+        self.top_k = np.zeros(rows, dtype=np.int32)
+        self.seed = np.zeros(rows, dtype=np.int64)
+        self.request_ids = np.full(rows, "", dtype=object)
+        self.requests: list[Request | None] = [None] * rows
+        self._free_rows = list(range(rows - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def add(self, request: Request, num_reused: int, num_computed: int) -> int:
+        """Give `request` a row; returns it."""
+        row = self._free_rows.pop()
+        params = request.params
+        total = len(request.token_ids)
+        self.tokens[row, :total] = request.token_ids
+        self.num_tokens[row] = total
+        self.num_computed[row] = num_computed
+        self.num_reused[row] = num_reused
+        self.limit[row] = request.limit
+        self.stop_from[row] = request.num_prompt + params.min_tokens
+        if len(request.stop_ids) > self.stop_ids.shape[1]:
+            wider = np.full((len(self.stop_ids), len(request.stop_ids)), -1, dtype=np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+        self.num_blocks[row] = 0
+        self.temperature[row] = 0.0 if params.greedy else params.temperature
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.top_k[row] = params.top_k
+        self.seed[row] = request.seed
+        self.request_ids[row] = request.request_id
+        self.requests[row] = request
+        request.row = row
+        return row
+
+    def remove(self, request: Request) -> None:
+        """Take the request's tokens back out of its row and free the row."""
+        row = request.row
+        request.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
+        request.row = -1
+        self.requests[row] = None
+        self.request_ids[row] = ""
+        self.num_tokens[row] = self.num_computed[row] = 0
+        self._free_rows.append(row)
+
+    def append_block(self, row: int, block: int) -> int:
+        """Add a block to the row's table; returns its column."""
+        column = int(self.num_blocks[row])
+        self.block_table[row, column] = block
+        self.num_blocks[row] = column + 1
+        return column

@@ -1,0 +1,37 @@
+"""Digests of full KV blocks, chained so that equal digests mean equal prefixes.
+
+Used by the scheduler for the prefix cache and by the ingress for routing; both must agree, so it lives alone.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from sys import byteorder
+
+DIGEST_BYTES = 16
+"""128 bits of a cryptographic hash: a collision would hand one user's KV to another."""
+
+
+def root_hash(salt: str | None = None) -> bytes:
+    """The parent of a first block. Requests with different salts share no blocks."""
+    return blake2b((salt or "").encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"root").digest()
+
+
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, salt: str | None = None, parent: bytes | None = None
+) -> list[bytes]:
+    """Digest of each full block of `token_ids`, in order; a last block that is not full has none.
+
+    `parent`: the digest of the block before the first one given, for extending a chain.
+    """
+    digest = parent if parent is not None else root_hash(salt)
+    ids = array("i", token_ids)
+    if byteorder == "big":
+        ids.byteswap()
+    data = memoryview(ids).cast("B")
+    step = block_size * ids.itemsize
+    hashes = []
+    for start in range(0, len(data) - step + 1, step):
+        digest = blake2b(digest + bytes(data[start : start + step]), digest_size=DIGEST_BYTES).digest()
+        hashes.append(digest)
+    return hashes

@@ -1,0 +1,96 @@
+"""What a person may set of the engine, checked once; field names as in vLLM."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from engine.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+"""By device. A step of a CPU is kept short, since running streams wait for the prompts that share it."""
+
+ALIASES = {"model_path": "model"}
+"""Other names of a setting, taken wherever settings are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. None and 0 mean "choose for me"; what was chosen is logged at the start.
+
+    model: an alias (`smollm2-135m`), a folder in Hugging Face layout, a `.gguf` file, or a Hub repository id.
+    load_format: "dummy" makes seeded random weights from the model's config alone.
+    dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own type on a GPU.
+    max_model_len: longest prompt plus output, tokens; by default what the model was trained for.
+    gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.
+    kv_cache_memory_bytes: KV cache size in bytes, instead of the share above; on a CPU the default is a
+        quarter of the available memory and at most 4 GiB.
+    num_gpu_blocks_override: KV cache size in blocks, over both settings above.
+    max_num_seqs: sequences that run at once.
+    max_num_batched_tokens: tokens that one step computes at most; a longer prompt is cut in chunks of it.
+    block_size: tokens a KV block; 0 is the attention backend's choice.
+    seed: of dummy weights.
+    num_threads: threads of a CPU engine; 0 is one for each core that this process may use.
+
+    Raises `ConfigError` naming the setting, what was given and what is allowed.
+    """
+
+    model: str = DEFAULT_MODEL
+    load_format: Literal["auto", "dummy"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 0
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    seed: int = 0
+    num_threads: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs",
+                     "max_num_batched_tokens"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 2 if name == "max_model_len" else 1)
+        for name in ("block_size", "num_threads"):
+            _at_least(name, getattr(self, name), 0)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
+            )
+        for name, allowed in (
+            ("load_format", ("auto", "dummy")),
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("device", ("auto", "cpu", "cuda")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if not self.model or not isinstance(self.model, str):
+            raise ConfigError(f"model must be a name or a path, got {self.model!r}")
+
+    @classmethod
+    def from_kwargs(cls, **settings: Any) -> Self:
+        """Build from keyword arguments; aliases are taken, an unknown name is an error that lists the known."""
+        for alias, name in ALIASES.items():
+            if alias in settings:
+                if name in settings:
+                    raise ConfigError(f"{alias} and {name} are one setting: give one of them")
+                settings[name] = settings.pop(alias)
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(settings) - known):
+            raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        return cls(**settings)
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be a whole number of at least {low}, got {value!r}")

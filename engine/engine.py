@@ -1,0 +1,219 @@
+"""The engine: schedule a step, run it, commit its tokens. One thread calls it."""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from engine.config import EngineConfig
+from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from engine.outputs import EngineStats, Finished, StepOutput
+from engine.request import Request
+from engine.runner import Runner
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row after which the engine gives up: the fault is not the requests'."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a client of the engine must know. max_total_tokens: prompt plus output of one request."""
+
+    model_path: Path | None
+    max_total_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    device: str
+    dtype: str
+
+
+class Engine:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        model_path: Path | None = None,
+        enable_chunked_prefill: bool = True,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.runner = runner
+        info = runner.info
+        # A sequence longer than the whole pool could never finish, however long it waited.
+        longest = min(info.max_model_len, info.num_blocks * info.block_size)
+        if longest < info.max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens, so a request may have %d tokens instead of max_model_len %d; "
+                "more memory (kv_cache_memory_bytes, gpu_memory_utilization) raises it",
+                info.num_blocks * info.block_size,
+                longest,
+                info.max_model_len,
+            )
+        budget = info.max_num_batched_tokens
+        if not enable_chunked_prefill:
+            # A whole prompt must fit a step beside every running decode.
+            budget = max(budget, longest + info.max_num_seqs)
+        self.scheduler = Scheduler(
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_total_tokens=longest,
+            enable_chunked_prefill=enable_chunked_prefill,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.info = EngineInfo(
+            model_path=model_path,
+            max_total_tokens=longest,
+            max_num_seqs=self.scheduler.max_num_seqs,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            vocab_size=info.vocab_size,
+            device=info.device,
+            dtype=info.dtype,
+        )
+        self._steps = 0
+        self._failed_steps = 0
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """Load the model that `config` names. Raises `ConfigError` for what cannot be."""
+        from engine.hub import resolve_model
+        from engine.model_runner import ModelRunner
+
+        path = resolve_model(config.model)
+        return cls(
+            ModelRunner.from_config(config, path),
+            model_path=path,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, output_ids: Sequence[int] = ()) -> None:
+        """Raise `InvalidRequestError` or `ContextLengthError` for a request that could never run. Thread-safe."""
+        if not prompt_ids:
+            raise InvalidRequestError("The prompt is empty: it needs at least one token.", "prompt")
+        longest = self.info.max_total_tokens
+        if len(prompt_ids) >= longest:
+            raise ContextLengthError(len(prompt_ids), longest)
+        for name, ids in (
+            ("prompt", prompt_ids),
+            ("output_ids", output_ids),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token_id in ids:
+                if type(token_id) is not int or not 0 <= token_id < self.info.vocab_size:
+                    raise InvalidRequestError(
+                        f"{name}: {token_id!r} is no token id; they are whole numbers from 0 to "
+                        f"{self.info.vocab_size - 1}.",
+                        name,
+                    )
+        if len(prompt_ids) + len(output_ids) >= self._limit(len(prompt_ids), params):
+            raise InvalidRequestError(
+                f"The request comes with {len(output_ids)} output tokens, so its limit is reached already.",
+                "output_ids",
+            )
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        output_ids: Sequence[int] = (),
+        *,
+        priority: int = 0,
+        block_hashes: list[bytes] | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request.
+
+        output_ids: tokens that it has produced elsewhere; it goes on after them as if it had produced them here.
+        priority: lower is served earlier.
+        block_hashes: `engine.block_hash.block_hashes` of the prompt, if the caller has them.
+        max_tokens is clamped to what the context leaves. Raises as `check` does.
+        """
+        self.check(prompt_ids, params, output_ids)
+        if request_id in self.scheduler.requests:
+            raise InvalidRequestError(f"A request with id {request_id!r} is already there.", "request_id")
+        eos = () if params.ignore_eos else self.runner.info.eos_token_ids
+        self.scheduler.add(
+            Request(
+                request_id,
+                prompt_ids,
+                output_ids,
+                params,
+                seed=secrets.randbits(63) if params.seed is None else params.seed,
+                limit=self._limit(len(prompt_ids), params),
+                stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+                priority=priority,
+                salt=cache_salt,
+                hashes=block_hashes,
+            )
+        )
+
+    def _limit(self, num_prompt: int, params: SamplingParams) -> int:
+        longest = self.info.max_total_tokens
+        return longest if params.max_tokens is None else min(longest, num_prompt + params.max_tokens)
+
+    def abort(self, request_id: str) -> Finished | None:
+        """End a request wherever it is and free what it holds; None if it is not there (any more)."""
+        return self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self.scheduler.requests)
+
+    def step(self) -> StepOutput:
+        """Run one step and return its tokens.
+
+        A step that fails ends its requests with an error and leaves the engine sound. Raises `EngineDeadError`
+        after several failures in a row, or when work is there that no step can be planned for.
+        """
+        plan = self.scheduler.schedule()
+        if plan is None:
+            if self.has_work():
+                raise EngineDeadError("requests wait, but no step can be planned for them")
+            return StepOutput()
+        self._steps += 1
+        try:
+            sampled = self.runner.collect(self.runner.launch(plan))
+        except Exception as error:
+            logger.exception("step %d failed", plan.step)
+            self._failed_steps += 1
+            failed = self.scheduler.fail(plan, f"{type(error).__name__} in a step of the engine")
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed, the last by {error!r}") from error
+            return StepOutput(finished=failed)
+        self._failed_steps = 0
+        return self.scheduler.commit(plan, sampled)
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters; read in the thread that steps, or between steps."""
+        scheduler = self.scheduler
+        blocks = scheduler.blocks
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            total_blocks=blocks.num_blocks,
+            live_blocks=blocks.num_live,
+            cached_blocks=blocks.num_cached,
+            free_blocks=blocks.num_free,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            generation_tokens=scheduler.num_generated_tokens,
+            preemptions=scheduler.num_preemptions,
+            steps=self._steps,
+            slots_used=scheduler.slots_used(),
+        )
+
+    def close(self) -> None:
+        """End what still runs and free the model's memory."""
+        for request_id in list(self.scheduler.requests):
+            self.abort(request_id)
+        self.runner.close()

@@ -1,0 +1,169 @@
+"""Reads GGUF files: the header with its metadata, and tensors dequantised to float32.
+
+Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here, since
+the `gguf` package makes several array objects of each string: over a second for a vocabulary, against a tenth.
+What a quantisation means comes from that package, which loads only when tensors are read.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import ConfigError
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+
+
+class GGUFError(ConfigError):
+    """The file is no GGUF that can be read; names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies. shape: outermost dimension first, as in torch; kind: ggml's type; offset: bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A parsed header; tensors are read from the file when asked for."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own section, such as `block_count`."""
+        return self.metadata.get(f"{self.metadata.get('general.architecture')}.{key}", default)
+
+    def count(self, key: str) -> int:
+        """As `get`, for a whole number of at least 1. Raises `GGUFError` naming the key."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise GGUFError(f"{self.path}: {key} is {value!r}, but must be a whole number of at least 1")
+        return value
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """Dequantise one tensor to float32. Raises `GGUFError` naming the tensor."""
+        import gguf
+
+        info = self.tensors[name]
+        try:
+            kind = gguf.GGMLQuantizationType(info.kind)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            if info.shape[-1] % block:
+                raise ValueError(f"rows of {info.shape[-1]} are no whole number of blocks of {block}")
+            row_bytes = info.shape[-1] // block * block_bytes
+            size = prod(info.shape[:-1]) * row_bytes
+            raw = np.fromfile(self.path, np.uint8, size, offset=info.offset)
+            if raw.size != size:
+                raise ValueError(f"the file ends {size - raw.size} bytes before the tensor does")
+            # [..., row bytes] -> [..., elements of a row]
+            values = gguf.dequantize(raw.reshape(*info.shape[:-1], row_bytes), kind)
+        except (ValueError, KeyError, NotImplementedError) as error:
+            raise GGUFError(f"{self.path}: the tensor {name} cannot be read ({error})") from error
+        return np.ascontiguousarray(values, np.float32)
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Parse the header of a GGUF file. Raises `GGUFError` naming the file when it is truncated or corrupt."""
+    try:
+        stat = path.stat()
+        return _open(path, stat.st_size, stat.st_mtime_ns)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise GGUFError(f"{path} cannot be read ({error.strerror})") from error
+    except (struct.error, ValueError, OverflowError) as error:
+        raise GGUFError(f"{path} is no valid GGUF file: truncated or corrupt ({error})") from error
+
+
+@lru_cache(maxsize=2)
+def _open(path: Path, size: int, mtime_ns: int) -> GGUFFile:
+    # Config, weights and tokenizer each ask for the same header; size and time in the key notice a new file.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _HeaderParser(path, data).parse()
+
+
+class _HeaderParser:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.at = 0
+
+    def parse(self) -> GGUFFile:
+        if self.data[:4] != b"GGUF":
+            raise GGUFError(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
+        self.at = 4
+        version = self._scalar("I")
+        if version not in _VERSIONS:
+            raise GGUFError(f"{self.path}: GGUF version {version} is not supported (2 and 3, little endian, are)")
+        num_tensors, num_values = self._scalar("Q"), self._scalar("Q")
+        metadata = {}
+        for _ in range(num_values):
+            key = self._string()
+            metadata[key] = self._value(self._scalar("I"))
+        if metadata.get("split.count", 1) > 1:
+            raise GGUFError(f"{self.path} is one of several parts: merge them into one file first (gguf-split)")
+        return GGUFFile(self.path, metadata, self._tensors(num_tensors, metadata.get("general.alignment", 32)))
+
+    def _tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
+        found = []
+        for _ in range(count):
+            name = self._string()
+            shape = tuple(reversed(self._scalars("Q", self._scalar("I"))))
+            found.append((name, shape, self._scalar("I"), self._scalar("Q")))
+        if alignment < 1:
+            raise ValueError(f"general.alignment is {alignment}")
+        start = -(-self.at // alignment) * alignment
+        tensors = {}
+        for name, shape, kind, offset in found:
+            if not shape or 0 in shape or start + offset >= len(self.data):
+                raise GGUFError(f"{self.path} is truncated or corrupt: the tensor {name} has no place in it")
+            tensors[name] = TensorInfo(name, shape, kind, start + offset)
+        return tensors
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise ValueError(f"a value of the unknown type {kind}")
+        item, count = self._scalar("I"), self._scalar("Q")
+        if item in _SCALARS:
+            return list(self._scalars(_SCALARS[item], count))
+        if item != _STRING:
+            raise ValueError(f"an array of the unknown type {item}")
+        return [self._string() for _ in range(count)]
+
+    def _scalar(self, code: str) -> Any:
+        return self._scalars(code, 1)[0]
+
+    def _scalars(self, code: str, count: int) -> tuple[Any, ...]:
+        start = self._advance(struct.calcsize(code) * count)
+        return struct.unpack_from(f"<{count}{code}", self.data, start)
+
+    def _string(self) -> str:
+        start = self._advance(self._scalar("Q"))
+        return self.data[start : self.at].decode("utf-8")
+
+    def _advance(self, size: int) -> int:
+        start = self.at
+        if start + size > len(self.data):
+            raise ValueError("it ends within its header")
+        self.at = start + size
+        return start

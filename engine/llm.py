@@ -1,0 +1,327 @@
+"""The offline door: text in, text out, in one process."""
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.detokenizer import Detokenizer
+from engine.engine import Engine
+from engine.errors import InvalidRequestError
+from engine.outputs import Finished, StepOutput
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`."""
+
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """What a request produced.
+
+    token_ids: all of them, with the EOS or stop token that ended it, which has no text.
+    finish_reason: "stop", "length", or "error" when a step of the engine failed (the log says how).
+    stop_reason: the stop string or the id out of `stop_token_ids` that ended it; None for EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its outputs. prompt: None when the prompt came as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool
+
+
+class LLM:
+    """A model and its engine, for batches of prompts. Not thread-safe.
+
+    settings: fields of `EngineConfig`, with `model` an alias, a folder, a `.gguf` file or a Hub repository id.
+    Raises `ConfigError` for what cannot be.
+    """
+
+    def __init__(self, model: str | Path | None = None, **settings: Any) -> None:
+        if model is not None:
+            settings["model"] = str(model)
+        config = EngineConfig.from_kwargs(**settings)
+        self.engine = Engine.from_config(config)
+        assert self.engine.info.model_path is not None
+        self.tokenizer = load_tokenizer(self.engine.info.model_path, config.trust_remote_code)
+        self._ids = itertools.count()
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer) -> Self:
+        """An `LLM` over an engine that is there; `close` closes it."""
+        llm = cls.__new__(cls)
+        llm.engine, llm.tokenizer, llm._ids = engine, tokenizer, itertools.count()
+        return llm
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete the prompts; the results are in their order.
+
+        sampling_params: one for all prompts, or one for each. Raises `InvalidRequestError`, which names the prompt by
+        its index, before anything has started. An interrupt or a fault on the way ends all requests of this call.
+        """
+        jobs = []
+        for index, prompt in enumerate(_listed(prompts)):
+            with _naming(f"prompts[{index}]"):
+                jobs.append(self._read(prompt))
+        return self._run("prompts", jobs, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one chat or a list of chats, formatted by the model's template; otherwise as `generate`.
+
+        `prompt` in the results is the formatted chat.
+        """
+        chats: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        jobs = []
+        for index, chat in enumerate(chats):
+            with _naming(f"messages[{index}]"):
+                ids = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in chat],
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **(chat_template_kwargs or {}),
+                )
+            jobs.append((self.tokenizer.decode(ids, skip_special_tokens=False), ids))
+        return self._run("messages", jobs, sampling_params, use_tqdm)
+
+    def close(self) -> None:
+        """Free the model's memory; idempotent."""
+        self.engine.close()
+
+    def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """Text, if there is any, and token ids of a prompt in one of its forms."""
+        text, ids = None, prompt
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif isinstance(prompt, str):
+            text, ids = prompt, None
+        if ids is None and isinstance(text, str):
+            ids = self.tokenizer.encode(text)
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+            raise InvalidRequestError(
+                "a prompt is a string, a list of token ids, or a dict with prompt or prompt_token_ids, "
+                f"not {type(prompt).__name__}.",
+                "prompt",
+            )
+        return text, list(ids)
+
+    def _run(
+        self,
+        name: str,
+        jobs: Sequence[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _one_each(sampling_params, len(jobs))
+        for index, ((_, ids), param) in enumerate(zip(jobs, params, strict=True)):
+            with _naming(f"{name}[{index}]"):
+                self.engine.check(ids, param)
+        requests = [
+            _Request(str(next(self._ids)), text, ids, param, self.tokenizer)
+            for (text, ids), param in zip(jobs, params, strict=True)
+        ]
+        running: dict[str, _Request] = {}
+        with _Progress(len(requests), use_tqdm) as progress, _interrupted_between_steps() as raise_if_interrupted:
+            try:
+                for request in requests:
+                    running[request.request_id] = request
+                    self.engine.add_request(request.request_id, request.prompt_ids, request.params)
+                while running:
+                    for request in self._commit(self.engine.step(), running):
+                        progress.add(len(request.prompt_ids), len(request.token_ids))
+                    raise_if_interrupted()
+            finally:
+                for request_id in running:
+                    self.engine.abort(request_id)
+        return [request.result() for request in requests]
+
+    def _commit(self, output: StepOutput, running: dict[str, "_Request"]) -> list["_Request"]:
+        """Give a step's tokens to their requests; returns those that ended, which leave `running`."""
+        ends = {end.request_id: end for end in output.finished}
+        tokens: dict[str, list[int]] = {}
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            tokens.setdefault(request_id, []).append(token_id)
+        for request_id, token_ids in tokens.items():
+            request = running.get(request_id)
+            if request is not None and request.push(token_ids, ends.get(request_id)) and request_id not in ends:
+                end = self.engine.abort(request_id)
+                assert end is not None
+                ends[request_id] = end
+        ended = []
+        for request_id, end in ends.items():
+            if (request := running.pop(request_id, None)) is not None:
+                request.end(end)
+                ended.append(request)
+        return ended
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request of this process: the tokens so far, and their text."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    tokenizer: Tokenizer
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finished: Finished | None = None
+    detokenizer: Detokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.detokenizer = Detokenizer(
+            self.tokenizer,
+            skip_special_tokens=self.params.skip_special_tokens,
+            stop=self.params.stop_strings,
+            include_stop_str_in_output=self.params.include_stop_str_in_output,
+            min_tokens=self.params.min_tokens,
+        )
+
+    def push(self, token_ids: list[int], end: Finished | None) -> bool:
+        """Take new tokens; true if a stop string ended the text."""
+        self.token_ids += token_ids
+        stop_token_last = end is not None and end.stop_token_id is not None
+        self.texts.append(self.detokenizer.push(token_ids[:-1] if stop_token_last else token_ids))
+        return self.detokenizer.stop_reason is not None
+
+    def end(self, finished: Finished) -> None:
+        self.texts.append(self.detokenizer.finish())
+        self.finished = finished
+        if self.detokenizer.stop_reason is not None:
+            del self.token_ids[self.detokenizer.num_tokens :]
+
+    def result(self) -> RequestOutput:
+        finished = self.finished
+        assert finished is not None
+        reason: str = finished.reason.value
+        stop_reason: int | str | None = self.detokenizer.stop_reason
+        if stop_reason is not None:
+            reason = "stop"
+        elif finished.stop_token_id in self.params.stop_token_ids:
+            stop_reason = finished.stop_token_id
+        output = CompletionOutput(0, "".join(self.texts), self.token_ids, reason, stop_reason)
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_ids, [output], finished.num_cached_tokens, finished=True
+        )
+
+
+class _Progress:
+    """A bar of finished requests, with tokens per second of the prompts and outputs of those."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._bar = tqdm(total=total, desc="Requests", dynamic_ncols=True, disable=not shown)
+        self._input = self._output = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+    def add(self, num_prompt: int, num_output: int) -> None:
+        self._input += num_prompt
+        self._output += num_output
+        if not self._bar.disable:
+            seconds = max(self._bar.format_dict["elapsed"], 1e-9)
+            rates = f"input {self._input / seconds:.1f} tok/s, output {self._output / seconds:.1f} tok/s"
+            self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update(1)
+
+
+def _listed(prompts: Any) -> Sequence[Any]:
+    """The prompts as a list, where one came alone."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(f"prompts is a prompt or a list of prompts, not {type(prompts).__name__}.", "prompt")
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"sampling_params has {len(params)} entries for {count} prompts: give one for all, or one for each.",
+            "sampling_params",
+        )
+    return list(params)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Put `what` before the message of an `InvalidRequestError`."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{what}: {error}", error.param) from error
+
+
+@contextmanager
+def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold back Ctrl-C until the function given is called; in the midst of a step it would leave half a step done.
+
+    A second Ctrl-C is not held back. Elsewhere than in the main thread, or where somebody else handles the signal,
+    nothing changes.
+    """
+    pressed = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def raise_if_pressed() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield raise_if_pressed
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_if_pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

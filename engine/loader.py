@@ -1,0 +1,144 @@
+"""Fills a model's parameters from safetensors or GGUF files, or with seeded random numbers."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from engine.errors import ConfigError
+from engine.model_config import is_gguf, read_json
+
+_INDEX = "model.safetensors.index.json"
+_LISTED_NAMES = 10
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class LoadError(ConfigError):
+    """The checkpoint does not fit the model or cannot be read; names the tensors and the file."""
+
+
+def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face parameter name, CPU tensor) of a folder or a `.gguf` file, one tensor at a time.
+
+    Tensors of a folder are views of mapped files, in the checkpoint's type; those of a GGUF file are dequantised to
+    float32. Raises `LoadError` that names the file.
+    """
+    path = Path(path)
+    if is_gguf(path):
+        yield from _iter_gguf(path)
+        return
+    for file in weight_files(path):
+        yield from _iter_safetensors(file)
+
+
+def load_weights(targets: Mapping[str, torch.Tensor], path: Path, *, tied: bool) -> None:
+    """Copy a checkpoint into `targets`: for each Hugging Face parameter name, the part of the model to write.
+
+    Casts to each target's dtype. With `tied`, the checkpoint's lm_head is skipped. Raises `LoadError` that lists the
+    tensors which are missing or unexpected, or names the first that is misshapen.
+    """
+    missing = dict.fromkeys(targets)
+    unexpected: list[str] = []
+    with torch.no_grad():
+        for name, tensor in iter_weights(path):
+            target = targets.get(name)
+            if _is_redundant(name, tied):
+                continue
+            if target is None:
+                unexpected.append(name)
+                continue
+            if target.shape != tensor.shape:
+                raise LoadError(
+                    f"{path}: the tensor {name} has the shape {list(tensor.shape)}, but the config makes it "
+                    f"{list(target.shape)}"
+                )
+            if tensor.dtype not in _WEIGHT_DTYPES:
+                raise LoadError(f"{path}: the tensor {name} has the type {tensor.dtype}, which is not supported")
+            target.copy_(tensor)
+            missing.pop(name, None)
+    problems = [
+        f"{what} {_listed(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+    ]
+    if problems:
+        raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}")
+
+
+def random_weights(targets: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Fill `targets` with normal(0, 0.02) numbers, norms with ones and biases with zeros.
+
+    Each tensor's numbers depend on its name, its shape and the seed alone (and on the kind of device).
+    """
+    with torch.no_grad():
+        for name, target in targets.items():
+            if name.endswith("norm.weight"):
+                target.fill_(1.0)
+            elif name.endswith(".bias"):
+                target.zero_()
+            else:
+                digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+                generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+                # Drawn in float32 so that every dtype gets the same numbers, rounded.
+                values = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+                target.copy_(values.normal_(0.0, 0.02, generator=generator))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder in Hugging Face layout. Raises `LoadError` when there are none."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    index = folder / _INDEX
+    if index.is_file():
+        return _indexed_files(index)
+    pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
+    if pickles:
+        raise LoadError(
+            f"{folder} has its weights only as pickles ({_listed(pickles)}), which run code when they are read: "
+            "convert them to safetensors first"
+        )
+    raise LoadError(f"{folder} has no weights: neither model.safetensors nor {_INDEX} is there")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise LoadError(f"{index}: weight_map must give a file name for each tensor")
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise LoadError(f"{index}: weight_map names files outside its folder: {_listed(outside)}")
+    if absent := [name for name in names if not (index.parent / name).is_file()]:
+        raise LoadError(f"{index} names files that are not there: {_listed(absent)}")
+    return [index.parent / name for name in names]
+
+
+def _iter_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no mapping
+                yield name, tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{file} cannot be read: it is truncated or corrupt ({error})") from error
+
+
+def _iter_gguf(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from engine.gguf_to_hf import iter_tensors
+
+    try:
+        for name, values in iter_tensors(path):
+            yield name, torch.from_numpy(values)
+    except ConfigError as error:
+        raise LoadError(str(error)) from error
+
+
+def _is_redundant(name: str, tied: bool) -> bool:
+    # Old checkpoints store the rotary frequencies, which follow from the config.
+    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+
+
+def _listed(names: Mapping[str, None] | list[str]) -> str:
+    shown = list(names)[:_LISTED_NAMES]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -1,0 +1,173 @@
+"""Runs a model on one device: inputs, forward, sampling. Launches a step and collects its tokens."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineConfig
+from engine.errors import ConfigError
+from engine.loader import load_weights, random_weights
+from engine.memory import GIB, num_kv_blocks
+from engine.model_config import ModelConfig, load_model_config
+from engine.models.decoder import Decoder
+from engine.runner import RunnerInfo
+from engine.sampler import Sampler
+from engine.step import StepPlan
+from kernels.attention import AttentionBackend, AttentionMetadata, select_backend
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """A `Runner` for one device. Block tables and sampling parameters stay there in rows; a plan sends differences."""
+
+    def __init__(
+        self, model: Decoder, backend: AttentionBackend, info: RunnerInfo, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.info = info
+        self.model = model
+        self.device = device
+        config = model.config
+        self.caches = [
+            backend.kv_cache(info.num_blocks, info.block_size, config.num_kv_heads, config.head_dim, dtype, device)
+            for _ in range(config.num_layers)
+        ]
+        max_blocks = -(-info.max_model_len // info.block_size)
+        self.block_tables = torch.zeros(info.max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self.sampler = Sampler(info.max_num_seqs, device)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, path: Path) -> Self:
+        """Choose what the settings leave open, load the weights of `path`, allocate the KV cache.
+
+        Raises `ConfigError`, `LoadError`.
+        """
+        model_config = load_model_config(path)
+        device = _device(config)
+        dtype = _dtype(config, model_config, device)
+        if device.type == "cpu":
+            torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        max_model_len = config.max_model_len or model_config.max_position_embeddings
+        if max_model_len > model_config.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, but the model has positions for "
+                f"{model_config.max_position_embeddings} tokens"
+            )
+        try:
+            backend = select_backend(device, dtype, model_config.head_dim, config.block_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        block_size = config.block_size or backend.default_block_size
+        model = Decoder(model_config, backend, max_positions=max_model_len, dtype=dtype, device=device)
+        if config.load_format == "dummy":
+            random_weights(model.targets(), config.seed)
+        else:
+            load_weights(model.targets(), path, tied=model_config.tie_word_embeddings)
+        max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
+        budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
+        token_bytes = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
+        num_blocks = num_kv_blocks(
+            config,
+            device,
+            bytes_per_block=token_bytes * block_size,
+            step_bytes=_step_bytes(model_config, budget, max_num_seqs, dtype),
+            block_size=block_size,
+        )
+        logger.info(
+            "%s on %s in %s, attention by %s (%s), KV cache of %d tokens in %d blocks (%.2f GiB)",
+            path.name,
+            device,
+            str(dtype).removeprefix("torch."),
+            backend.name,
+            backend.reason,
+            num_blocks * block_size,
+            num_blocks,
+            num_blocks * block_size * token_bytes / GIB,
+        )
+        info = RunnerInfo(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        return cls(model, backend, info, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Tensor:
+        """Start a step; the ticket is the tensor of its token ids [K]."""
+        self._update_rows(plan)
+        rows = self._tensor(plan.rows)
+        query_start = self._tensor(plan.query_start)
+        seq_lens = self._tensor(plan.seq_lens)
+        metadata = AttentionMetadata(
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=self.block_tables,
+            rows=rows,
+            slots=self._tensor(plan.slots),
+            max_query_len=int(np.diff(plan.query_start).max()),
+            max_seq_len=int(plan.seq_lens.max()),
+        )
+        positions = self._tensor(plan.positions).to(torch.int64)
+        hidden = self.model.forward(self._tensor(plan.token_ids), positions, self.caches, metadata)
+        if not len(plan.sample):  # chunks of prompts only
+            return torch.empty(0, dtype=torch.int64)
+        sample = self._tensor(plan.sample)
+        logits = self.model.logits(hidden[query_start[1:][sample] - 1])
+        forbidden = plan.forbidden and (self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1]))
+        return self.sampler(logits, rows[sample], seq_lens[sample].to(torch.int64), plan.mode, forbidden)
+
+    def collect(self, ticket: Tensor) -> NDArray[np.integer]:
+        tokens: NDArray[np.integer] = ticket.cpu().numpy()
+        return tokens
+
+    def close(self) -> None:
+        self.caches = []
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        updates = plan.block_updates
+        if len(updates.rows):
+            where = (self._tensor(updates.rows), self._tensor(updates.columns))
+            self.block_tables[where] = self._tensor(updates.blocks)
+        if plan.new_rows is not None:
+            self.sampler.set_rows(plan.new_rows)
+
+    def _tensor(self, array: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but there is no GPU that torch can use; set device to cpu or auto")
+    if config.device == "auto" and not torch.cuda.is_available():
+        logger.warning("no GPU that torch can use: running on the CPU")
+        return torch.device("cpu")
+    return torch.device("cpu" if config.device == "cpu" else "cuda")
+
+
+def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    name: str = config.dtype
+    if name == "auto":
+        # Without special instructions a CPU only emulates the narrow types; a GPU has no use for the wide one.
+        wanted = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
+        name = "float32" if device.type == "cpu" else wanted
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _step_bytes(config: ModelConfig, num_tokens: int, num_rows: int, dtype: torch.dtype) -> int:
+    """Memory of the largest step: the widest activations twice over, and logits with the sampler's copies."""
+    width = 2 * config.intermediate_size + config.hidden_size * 4 + config.num_heads * config.head_dim * 2
+    return 2 * num_tokens * width * dtype.itemsize + 4 * num_rows * config.vocab_size * 4

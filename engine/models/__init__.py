@@ -1,0 +1,1 @@
+"""Models: one Llama-shaped decoder, described by its `ModelConfig`."""

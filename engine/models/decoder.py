@@ -1,0 +1,82 @@
+"""The Llama-shaped decoder: embed, layers of attention and MLP around a residual stream, norm, project to logits."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.attention import Attention, KVCache
+from engine.layers.mlp import MLP
+from engine.layers.norm import RMSNorm
+from engine.model_config import ModelConfig
+from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.rotary import rotary_table
+
+
+class DecoderLayer:
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.attention = Attention(config, backend, dtype=dtype, device=device)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.mlp = MLP(config, dtype=dtype, device=device)
+
+    def targets(self, prefix: str) -> dict[str, Tensor]:
+        return {
+            f"{prefix}input_layernorm.weight": self.attention_norm.weight,
+            f"{prefix}post_attention_layernorm.weight": self.mlp_norm.weight,
+            **self.attention.targets(f"{prefix}self_attn."),
+            **self.mlp.targets(f"{prefix}mlp."),
+        }
+
+
+class Decoder:
+    """Weights are made empty; `targets` says what fills them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        *,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+        self.layers = [DecoderLayer(config, backend, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        rope = config.rope
+        cos, sin = rotary_table(config.head_dim, max_positions, rope.theta, rope.kind, rope.parameters)
+        self.rotary = (cos.to(device), sin.to(device))
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """token_ids, positions: [tokens]; caches: K and V by layer -> hidden states [tokens, hidden], normed."""
+        residual = F.embedding(token_ids, self.embedding)
+        x = self.layers[0].attention_norm(residual)
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            if i > 0:
+                x, residual = layer.attention_norm.add(x, residual)
+            x = layer.attention(x, positions, self.rotary, cache, metadata)
+            x, residual = layer.mlp_norm.add(x, residual)
+            x = layer.mlp(x)
+        x, _ = self.norm.add(x, residual)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden] -> [rows, vocab], float32."""
+        return F.linear(hidden, self.head).float()
+
+    def targets(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the (view of a) parameter that it fills, for every parameter."""
+        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+        if self.head is not self.embedding:
+            views["lm_head.weight"] = self.head
+        for i, layer in enumerate(self.layers):
+            views |= layer.targets(f"model.layers.{i}.")
+        return views

@@ -1,0 +1,60 @@
+"""What leaves the engine: tokens of a step as parallel lists, and how each request ended."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a request ended, and what is counted of it.
+
+    stop_token_id: the EOS or stop token that ended it; it is also the request's last token id, and no text.
+    num_output_tokens: with those that the request came with, if it was resumed.
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache when the request was first admitted.
+    """
+
+    request_id: str
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Tokens of one step: `token_ids[i]` belongs to `request_ids[i]`, in order.
+
+    Parallel lists rather than an object a token: a step of 256 sequences makes one of these, and one message.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges and counters since start. Blocks: live + cached + free = total."""
+
+    num_running: int
+    num_waiting: int
+    total_blocks: int
+    live_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    steps: int
+    slots_used: int
+    """KV slots in live blocks that hold a token; over live_blocks x block_size this is the pool's fill."""

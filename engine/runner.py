@@ -1,0 +1,43 @@
+"""What the engine asks of whatever computes a step: a model on this device, shards of it, or a stand-in."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What the scheduler must know of the runner. Lengths in tokens."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+
+
+class Runner(Protocol):
+    """Launch a step, collect its tokens. Steps are collected in the order of their launch.
+
+    launch may return before the device has done anything; collect waits for it.
+    """
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step; returns a ticket for `collect`."""
+
+    def collect(self, ticket: Any) -> NDArray[np.integer]:
+        """Token ids [K] that the step sampled, in the order of `plan.sample`."""
+
+    def close(self) -> None:
+        """Give back memory and processes; idempotent."""

@@ -1,0 +1,384 @@
+"""Which requests get how many tokens this step.
+
+There is one kind of step. A request knows `num_tokens` and has computed `num_computed` of them; a step gives it some
+of the difference, under one budget. Running requests come first, those that need one token (decodes) before those
+that need more (prompts, in chunks); then waiting requests are admitted while blocks, rows and budget last. When
+blocks run out, the newest request of the lowest priority is preempted: it gives all its blocks back and waits, and
+what it had is found again in the prefix cache or recomputed.
+
+Pure bookkeeping on numpy arrays: no torch, no model; `commit` takes the sampled token ids.
+"""
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import Batch
+from engine.block_manager import BlockManager
+from engine.outputs import Finished, FinishReason, StepOutput
+from engine.request import Request, Status
+from engine.step import BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
+
+MAX_SKIPPED = 16
+"""Waiting requests passed over in one step because their next block is being computed by another."""
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_total_tokens: int,
+        enable_chunked_prefill: bool = True,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        # Every running request gets at least one token a step, so no more may run than the budget has tokens.
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.block_size = block_size
+        self.budget = max_num_batched_tokens
+        self.max_total_tokens = max_total_tokens
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.blocks = BlockManager(num_blocks, enable_prefix_caching)
+        self.batch = Batch(self.max_num_seqs, max_total_tokens, block_size)
+        self.requests: dict[str, Request] = {}
+        self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, arrival); aborted ones stay until met
+        self._num_waiting = 0
+        self._running: list[Request] = []  # in order of admission
+        self._order: Ints | None = None  # their rows; None when the list has changed
+        self._arrivals = 0
+        self._steps = 0
+        self._updates: list[tuple[int, int, int]] = []  # (row, column, block) since the last plan
+        self._new_rows: list[int] = []
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self.num_generated_tokens = 0
+
+    # -- requests in and out ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its length has been checked against `max_total_tokens`."""
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        if self.blocks.enable_prefix_caching:
+            request.extend_hashes(request.token_ids, self.block_size)
+        self.requests[request.request_id] = request
+        self._wait(request)
+
+    def abort(self, request_id: str) -> Finished | None:
+        """End a request wherever it is; None if there is no such request (any more)."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> Finished | None:
+        """End a request and give back all that it holds."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        if request.status is Status.RUNNING:
+            self._leave(request)
+            self._running.remove(request)
+        else:
+            self._num_waiting -= 1
+        request.status = Status.FINISHED
+        return Finished(
+            request_id=request_id,
+            reason=reason,
+            num_prompt_tokens=request.num_prompt,
+            num_output_tokens=len(request.token_ids) - request.num_prompt,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            stop_token_id=stop_token_id,
+            error=error,
+        )
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    def slots_used(self) -> int:
+        """KV slots in live blocks that hold a token. Only a request's last block, its own alone, can be part empty."""
+        rows = self._rows()
+        filled = np.maximum(self.batch.num_computed[rows], self.batch.num_reused[rows])
+        empty = self.batch.num_blocks[rows].sum() * self.block_size - filled.sum()
+        return self.blocks.num_live * self.block_size - int(empty)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None when nothing can run. `commit` must follow before the next call."""
+        counts = np.zeros(len(self.batch.num_tokens), dtype=np.int32)
+        budget = self._share_budget(counts)
+        preemptions = self.num_preemptions
+        self._grow(counts)
+        # What was just preempted would only come back to be preempted again.
+        if self._num_waiting and budget > 0 and self.num_preemptions == preemptions:
+            self._admit(counts, budget)
+        rows = self._rows()
+        rows = rows[counts[rows] > 0]
+        return self._plan(rows, counts[rows]) if len(rows) else None
+
+    def commit(self, plan: StepPlan, sampled: NDArray[np.integer]) -> StepOutput:
+        """Take in a step's result. sampled: [K] token ids. Returns the tokens and the requests that ended."""
+        batch = self.batch
+        rows = plan.rows
+        before = batch.num_computed[rows]
+        batch.num_computed[rows] = plan.seq_lens
+        first, last = before // self.block_size, plan.seq_lens // self.block_size
+        for i in np.flatnonzero(first != last).tolist():
+            self._register(int(rows[i]), int(first[i]), int(last[i]))
+
+        rows = rows[plan.sample]
+        ids = sampled.astype(np.int32, copy=False)
+        batch.tokens[rows, batch.num_tokens[rows]] = ids
+        batch.num_tokens[rows] += 1
+        num_tokens = batch.num_tokens[rows]
+        stopped = (batch.stop_ids[rows] == ids[:, None]).any(axis=1) & (num_tokens >= batch.stop_from[rows])
+        output = StepOutput(batch.request_ids[rows].tolist(), ids.tolist())
+        self.num_generated_tokens += len(ids)
+        ended = np.flatnonzero(stopped | (num_tokens >= batch.limit[rows]))
+        for i in ended.tolist():
+            reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            stop_id = output.token_ids[i] if stopped[i] else None
+            finished = self.finish(output.request_ids[i], reason, stop_id)
+            assert finished is not None
+            output.finished.append(finished)
+        return output
+
+    def fail(self, plan: StepPlan, error: str) -> list[Finished]:
+        """End the requests of a step whose result never came.
+
+        Nothing that others can see is lost: KV of the step has not been registered in the prefix cache, and a
+        cached block is never written.
+        """
+        failed = [self.finish(request_id, FinishReason.ERROR, error=error) for request_id in self.ids_of(plan)]
+        return [finished for finished in failed if finished is not None]
+
+    def ids_of(self, plan: StepPlan) -> list[str]:
+        ids: list[str] = self.batch.request_ids[plan.rows].tolist()
+        return ids
+
+    # -- inside a step ------------------------------------------------------------------------------------------
+
+    def _share_budget(self, counts: Ints) -> int:
+        """Give the running requests their tokens; returns what is left of the budget."""
+        rows = self._rows()
+        need = self.batch.num_tokens[rows] - self.batch.num_computed[rows]
+        decodes = rows[need == 1]
+        counts[decodes] = 1
+        budget = self.budget - len(decodes)
+        if len(decodes) == len(rows):
+            return budget
+        for i in np.flatnonzero(need > 1).tolist():
+            counts[rows[i]] = count = self._chunk(int(need[i]), budget)
+            budget -= count
+        return budget
+
+    def _chunk(self, need: int, budget: int) -> int:
+        """Tokens of a prompt that has `need` to go."""
+        if need <= budget:
+            return need
+        return budget if self.enable_chunked_prefill else 0
+
+    def _grow(self, counts: Ints) -> None:
+        """Find the blocks that the counted tokens need, by preemption if need be."""
+        rows = self._rows()
+        batch = self.batch
+        blocks = (batch.num_computed[rows] + counts[rows] + self.block_size - 1) // self.block_size
+        for i in np.flatnonzero(blocks > batch.num_blocks[rows]).tolist():
+            row = int(rows[i])
+            request = batch.requests[row]
+            if request is None:  # preempted for a request before it
+                continue
+            while request.status is Status.RUNNING and not self._fill(request, int(blocks[i])):
+                victim = max(self._running, key=lambda r: (r.priority, r.arrival))
+                counts[victim.row] = 0
+                self._preempt(victim)
+
+    def _fill(self, request: Request, num_blocks: int) -> bool:
+        """Bring a request's table to `num_blocks`; False when the pool has no more."""
+        while len(request.blocks) < num_blocks:
+            block = self.blocks.allocate()
+            if block is None:
+                return False
+            self._hold(request, block)
+        return True
+
+    def _hold(self, request: Request, block: int) -> None:
+        request.blocks.append(block)
+        self._updates.append((request.row, self.batch.append_block(request.row, block), block))
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        self._running.remove(request)
+        self._wait(request)
+        self.num_preemptions += 1
+
+    def _leave(self, request: Request) -> None:
+        """Give back the request's row and blocks."""
+        if self._updates:  # the row may go to another request in this very step
+            self._updates = [update for update in self._updates if update[0] != request.row]
+        self.batch.remove(request)
+        self.blocks.release(request.blocks)
+        request.blocks = []
+        self._order = None
+
+    def _wait(self, request: Request) -> None:
+        request.status = Status.WAITING
+        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+        self._num_waiting += 1
+
+    def _admit(self, counts: Ints, budget: int) -> None:
+        computing = self._being_computed(counts)
+        skipped: list[tuple[int, int, Request]] = []
+        while self._waiting and self.batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
+            entry = heapq.heappop(self._waiting)
+            request = entry[2]
+            if request.status is not Status.WAITING:
+                continue
+            hits = self.blocks.lookup(request.hashes)
+            if len(hits) < len(request.hashes) and request.hashes[len(hits)] in computing:
+                skipped.append(entry)
+                continue
+            total = len(request.token_ids)
+            reused = len(hits) * self.block_size
+            start = min(reused, total - 1)  # a full hit still computes its last token: someone must sample from it
+            count = self._chunk(total - start, budget)
+            if count == 0 or not self._fits(total, hits):
+                skipped.append(entry)
+                break
+            self._start(request, hits, reused, start)
+            counts[request.row] = count
+            budget -= count
+            self._fill(request, -(-(start + count) // self.block_size))
+            computing.update(request.hashes[len(hits) : (start + count) // self.block_size])
+        for entry in skipped:
+            heapq.heappush(self._waiting, entry)
+
+    def _being_computed(self, counts: Ints) -> set[bytes]:
+        """Digests of the prompt blocks that running requests complete in this step."""
+        computing: set[bytes] = set()
+        for row in np.flatnonzero(counts > 1).tolist():
+            request = self.batch.requests[row]
+            assert request is not None
+            start = int(self.batch.num_computed[row])
+            end = start + int(counts[row])
+            computing.update(request.hashes[start // self.block_size : end // self.block_size])
+        return computing
+
+    def _fits(self, total: int, hits: list[int]) -> bool:
+        """Whether all of a request's tokens find room, with a block to spare for each that already runs.
+
+        The spare blocks keep a request from being admitted only to be preempted by the next decode.
+        """
+        needed = -(-total // self.block_size) - len(hits) + self.blocks.count_evictable(hits)
+        return needed + len(self._running) <= self.blocks.num_available
+
+    def _start(self, request: Request, hits: list[int], reused: int, start: int) -> None:
+        self._num_waiting -= 1
+        request.status = Status.RUNNING
+        row = self.batch.add(request, reused, start)
+        self._new_rows.append(row)
+        self.blocks.take(hits)
+        for block in hits:
+            self._hold(request, block)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(reused, request.num_prompt)
+            self.num_prompt_tokens += request.num_prompt
+            self.num_cached_prompt_tokens += request.num_cached_tokens
+        self._running.append(request)
+        self._order = None
+
+    def _register(self, row: int, first: int, last: int) -> None:
+        """Make blocks `first` to `last` of a row findable, now that their KV is written."""
+        request = self.batch.requests[row]
+        if request is None or not self.blocks.enable_prefix_caching:
+            return
+        request.extend_hashes(self.batch.tokens[row, : last * self.block_size], self.block_size)
+        for block, digest in zip(request.blocks[first:last], request.hashes[first:last], strict=True):
+            self.blocks.register(block, digest)
+
+    def _rows(self) -> Ints:
+        if self._order is None:
+            self._order = np.array([request.row for request in self._running], dtype=np.int32)
+        return self._order
+
+    def _plan(self, rows: Ints, counts: Ints) -> StepPlan:
+        batch = self.batch
+        start = batch.num_computed[rows]
+        seq_lens = start + counts
+        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        if query_start[-1] == len(rows):  # all decodes
+            token_rows, positions = rows, start
+        else:
+            token_rows = np.repeat(rows, counts)
+            offsets = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1], counts)
+            positions = np.repeat(start, counts) + offsets
+        blocks = batch.block_table[token_rows, positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+        slots[positions < batch.num_reused[token_rows]] = -1
+        sample = np.flatnonzero(seq_lens == batch.num_tokens[rows]).astype(np.int32)
+        self._steps += 1
+        updates, self._updates = self._updates, []
+        table = np.array(updates, dtype=np.int32).reshape(-1, 3)
+        return StepPlan(
+            step=self._steps,
+            rows=rows,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            token_ids=batch.tokens[token_rows, positions],
+            positions=positions,
+            slots=slots,
+            sample=sample,
+            mode=self._mode(rows[sample]),
+            block_updates=BlockUpdates(table[:, 0], table[:, 1], table[:, 2]),
+            new_rows=self._row_params(),
+            forbidden=self._forbidden(rows[sample]),
+        )
+
+    def _row_params(self) -> RowParams | None:
+        if not self._new_rows:
+            return None
+        rows = np.array(self._new_rows, dtype=np.int32)
+        self._new_rows = []
+        batch = self.batch
+        return RowParams(
+            rows,
+            batch.temperature[rows],
+            batch.top_p[rows],
+            batch.min_p[rows],
+            batch.top_k[rows],
+            batch.seed[rows],
+        )
+
+    def _mode(self, rows: Ints) -> SamplingMode:
+        batch = self.batch
+        if (batch.stop_from[rows] > batch.num_tokens[rows] + 1).any():
+            return SamplingMode.FULL
+        random = batch.temperature[rows] > 0
+        if not random.any():
+            return SamplingMode.GREEDY
+        filtered = (batch.top_k[rows] > 0) | (batch.top_p[rows] < 1) | (batch.min_p[rows] > 0)
+        return SamplingMode.FULL if (filtered & random).any() else SamplingMode.PLAIN
+
+    def _forbidden(self, rows: Ints) -> tuple[Ints, Ints] | None:
+        """Stop tokens are barred where the next token comes before min_tokens."""
+        early = np.flatnonzero(self.batch.stop_from[rows] > self.batch.num_tokens[rows] + 1)
+        if not len(early):
+            return None
+        ids = self.batch.stop_ids[rows[early]]
+        at, column = np.nonzero(ids >= 0)
+        return early[at].astype(np.int32), ids[at, column]

@@ -1,0 +1,21 @@
+"""SwiGLU's activation (Shazeer, 2020): SiLU of the gate times the up projection.
+
+Used by the MLP, whose gate and up projections are one fused matrix.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import cpu_ops
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x: [tokens, 2 * n], gate columns first, then up -> [tokens, n], of x's type."""
+    if cpu_ops.usable(x):
+        return cpu_ops.silu_and_mul(x)
+    return reference(x)
+
+
+def reference(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up

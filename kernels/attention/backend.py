@@ -1,0 +1,70 @@
+"""The interface of an attention backend: it owns the layout of the KV cache, writes it and reads it."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels.attention.metadata import AttentionMetadata
+from kernels.rotary import apply_rotary
+
+
+class AttentionBackend(ABC):
+    """Chosen before the block pool exists, since it decides which block sizes there can be.
+
+    name: for logs and settings.
+    default_block_size: tokens a block where nobody asked for a size.
+    reason: why this backend was chosen, one clause for one log line.
+    """
+
+    name: ClassVar[str]
+    default_block_size: ClassVar[int]
+
+    def __init__(self, reason: str = "asked for by name") -> None:
+        self.reason = reason
+
+    @abstractmethod
+    def supports_block_size(self, block_size: int) -> bool:
+        """Whether blocks of this many tokens can be used."""
+
+    @abstractmethod
+    def kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> tuple[Tensor, Tensor]:
+        """One layer's K and V, zeroed, num_blocks first; the rest of the shape is the backend's own."""
+
+    @abstractmethod
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Store k, v: [tokens, kv_heads, head_dim] at slots: int64 [tokens]; a slot of -1 is passed over."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """q: [tokens, heads, head_dim] -> softmax(scale q K^T) V, causal, [tokens, heads, head_dim].
+
+        The step's own KV must have been written. heads is a multiple of kv_heads; consecutive query heads
+        share one KV head.
+        """
+
+    def rotary_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Turn q and k (`kernels.rotary.apply_rotary`), store k and v, return the turned q."""
+        q, k = apply_rotary(q, k, cos, sin, positions)
+        self.write(k, v, k_cache, v_cache, slots)
+        return q

@@ -1,0 +1,77 @@
+"""Paged attention in C++ for float32 on a CPU (`kernels/cpu/attention.h`)."""
+
+import torch
+from torch import Tensor
+
+from kernels import cpu_ops
+from kernels.attention.backend import AttentionBackend
+from kernels.attention.metadata import AttentionMetadata
+
+MAX_HEAD_DIM = 256
+_CHUNK = 128
+
+
+class CpuBackend(AttentionBackend):
+    """K: [num_blocks, kv_heads, head_dim, block_size], V: [num_blocks, kv_heads, block_size, head_dim].
+
+    K pages are transposed so that a vector register holds one dimension of neighbouring tokens: scores need no sums
+    across lanes. Block sizes are multiples of 16 up to 128, or multiples of 128.
+    """
+
+    name = "cpu"
+    default_block_size = 16
+
+    @staticmethod
+    def supports_model(dtype: torch.dtype, head_dim: int) -> bool:
+        return dtype is torch.float32 and head_dim % 16 == 0 and 16 <= head_dim <= MAX_HEAD_DIM
+
+    def supports_block_size(self, block_size: int) -> bool:
+        return block_size >= 16 and block_size % (16 if block_size <= _CHUNK else _CHUNK) == 0
+
+    def kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> tuple[Tensor, Tensor]:
+        if not (self.supports_model(dtype, head_dim) and self.supports_block_size(block_size)):
+            raise ValueError(
+                f"the cpu attention backend takes float32, a head_dim that is a multiple of 16 up to {MAX_HEAD_DIM} "
+                f"and a block_size that is a multiple of 16 up to {_CHUNK} or a multiple of {_CHUNK}; "
+                f"got {dtype}, head_dim {head_dim}, block_size {block_size}"
+            )
+        k = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device)
+        v = torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+        return k, v
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        cpu_ops.kv_write(k, v, k_cache, v_cache, slots)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+        return cpu_ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            metadata.query_start,
+            metadata.seq_lens,
+            metadata.block_tables,
+            metadata.rows,
+            scale,
+        )
+
+    def rotary_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        return cpu_ops.rotary_write(q, k, v, cos, sin, positions, k_cache, v_cache, slots)

@@ -1,0 +1,40 @@
+"""The choice of an attention backend: pure, made once, before the block pool exists."""
+
+import torch
+
+from kernels import cpu_ops
+from kernels.attention.backend import AttentionBackend
+from kernels.attention.cpu_backend import CpuBackend
+from kernels.attention.torch_backend import TorchBackend
+
+
+def select_backend(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, block_size: int = 0
+) -> AttentionBackend:
+    """The fastest backend that can serve this model and block size; its `reason` says why, for one log line.
+
+    block_size: tokens a block, as asked for; 0 leaves it to the backend (`default_block_size`).
+
+    Raises `ValueError` for a block size that no backend supports.
+    """
+    if block_size < 0:
+        raise ValueError(
+            f"block_size must be 0 (the backend's choice), a multiple of 16 for the fast CPU backend, or any size from "
+            f"1 for the torch backend; got {block_size}"
+        )
+    device = torch.device(device)
+    if device.type != "cpu":
+        return TorchBackend(f"no faster backend serves {device.type} yet; every block size is supported")
+    if not CpuBackend.supports_model(dtype, head_dim):
+        return TorchBackend(
+            f"the C++ kernels take float32 with a head_dim that is a multiple of 16 up to 256, not {dtype} with "
+            f"{head_dim}: attention is slow"
+        )
+    cpu = CpuBackend("C++ kernels for float32")
+    if block_size and not cpu.supports_block_size(block_size):
+        return TorchBackend(
+            f"the C++ kernels take a block_size that is a multiple of 16, not {block_size}: attention is slow"
+        )
+    if not cpu_ops.load():
+        return TorchBackend("the C++ kernels are not built: attention is slow")
+    return cpu

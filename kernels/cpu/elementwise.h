@@ -1,0 +1,113 @@
+// Normalisation, activation, rotary embedding and the KV store.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+// Under this many values the work is shorter than waking a thread.
+constexpr int64_t kParallelValues = 16384;
+
+INLINE int threads_for(int64_t values, int threads) { return values < kParallelValues ? 1 : threads; }
+
+INLINE float inverse_rms(const float* x, int64_t n, float eps) {
+  Vec squares = {}, squares2 = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    const Vec a = load(x + i), b = load(x + i + kLanes);
+    squares += a * a;
+    squares2 += b * b;
+  }
+  float total = sum(squares + squares2);
+  for (; i < n; ++i) total += x[i] * x[i];
+  return 1.0f / __builtin_sqrtf(total / static_cast<float>(n) + eps);
+}
+
+INLINE void normalise(const float* x, const float* weight, float factor, float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(weight + i) * (load(x + i) * factor));
+  for (; i < n; ++i) out[i] = weight[i] * (x[i] * factor);
+}
+
+static void rms_norm(Rows x, const float* weight, float eps, float* out, int threads) {
+  const int64_t rows = x.outer * x.inner, n = x.n;
+#pragma omp parallel for num_threads(threads_for(rows* n, threads)) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* from = x.data + (row / x.inner) * x.outer_stride + (row % x.inner) * x.inner_stride;
+    normalise(from, weight, inverse_rms(from, n, eps), out + row * n, n);
+  }
+}
+
+static void add_rms_norm(const float* x, const float* residual, const float* weight, float eps, float* out,
+                         float* total, int64_t rows, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads_for(rows* n, threads)) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const float *a = x + row * n, *b = residual + row * n;
+    float* added = total + row * n;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(added + i, load(b + i) + load(a + i));
+    for (; i < n; ++i) added[i] = b[i] + a[i];
+    normalise(added, weight, inverse_rms(added, n, eps), out + row * n, n);
+  }
+}
+
+static void silu_and_mul(const float* x, int64_t stride, float* out, int64_t rows, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads_for(rows* n, threads)) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const float *gate = x + row * stride, *up = gate + n;
+    float* to = out + row * n;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      const Vec g = load(gate + i);
+      store(to + i, g / (exp2(g * -kLog2e) + 1.0f) * load(up + i));
+    }
+    for (; i < n; ++i) to[i] = gate[i] / (exp2(splat(gate[i] * -kLog2e))[0] + 1.0f) * up[i];
+  }
+}
+
+INLINE void turn(const float* x, const float* cos, const float* sin, float* out, int64_t half) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Vec first = load(x + i), second = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    store(out + i, first * c - second * s);
+    store(out + half + i, second * c + first * s);
+  }
+  for (; i < half; ++i) {
+    const float first = x[i], second = x[half + i];
+    out[i] = first * cos[i] - second * sin[i];
+    out[half + i] = second * cos[i] + first * sin[i];
+  }
+}
+
+static void apply_rotary(Heads x, float* out, Rotary rotary, int64_t tokens, int64_t head_dim, int threads) {
+  const int64_t half = head_dim / 2;
+#pragma omp parallel for num_threads(threads_for(tokens* x.heads* head_dim, threads)) schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float *cos = rotary.cos + rotary.positions[t] * half, *sin = rotary.sin + rotary.positions[t] * half;
+    for (int64_t h = 0; h < x.heads; ++h)
+      turn(x.data + t * x.token_stride + h * head_dim, cos, sin, out + (t * x.heads + h) * head_dim, half);
+  }
+}
+
+static void write(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads) {
+  const int64_t size = cache.block_size, dim = cache.head_dim;
+#pragma omp parallel for num_threads(threads_for(tokens* k.heads* dim * 2, threads)) schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (slots[t] < 0) continue;
+    const int64_t block = slots[t] / size, offset = slots[t] % size;
+    for (int64_t h = 0; h < k.heads; ++h) {
+      const float* from = k.data + t * k.token_stride + h * dim;
+      alignas(64) float turned[kMaxHeadDim];
+      if (rotary.cos) {
+        const int64_t row = rotary.positions[t] * (dim / 2);
+        turn(from, rotary.cos + row, rotary.sin + row, turned, dim / 2);
+        from = turned;
+      }
+      const int64_t page = (block * cache.kv_heads + h) * dim * size;
+      float* k_to = cache.k + page + offset;
+      for (int64_t d = 0; d < dim; ++d) k_to[d * size] = from[d];
+      float* v_to = cache.v + page + offset * dim;
+      const float* v_from = v.data + t * v.token_stride + h * dim;
+      for (int64_t d = 0; d < dim; d += kLanes) store(v_to + d, load(v_from + d));
+    }
+  }
+}

@@ -1,0 +1,9 @@
+// All kernels for one instruction set. Compiled once for each, with KERNELS naming the function that hands them out.
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+const Kernels& KERNELS() {
+  static constexpr Kernels kernels = {rms_norm, add_rms_norm, silu_and_mul, apply_rotary, write, attend, linear};
+  return kernels;
+}

@@ -1,0 +1,107 @@
+// The kernels as plain functions on pointers: the boundary between files compiled for one instruction set and the
+// bindings, which know torch and choose the instruction set when the process starts.
+//
+// All tensors are float32; strides are in elements; the innermost dimension is contiguous. Arguments have been checked.
+#pragma once
+
+#include <stdint.h>
+
+// Rows of x: outer * inner of them, n values each.
+struct Rows {
+  const float* data;
+  int64_t outer, inner, n;
+  int64_t outer_stride, inner_stride;
+};
+
+// Heads of this step's tokens: [tokens, heads, head_dim].
+struct Heads {
+  const float* data;
+  int64_t heads;
+  int64_t token_stride;
+};
+
+struct Rotary {
+  const float* cos;  // [max_positions, head_dim / 2]
+  const float* sin;
+  const int64_t* positions;  // [tokens]
+};
+
+// One layer's pages. K: [num_blocks, kv_heads, head_dim, block_size], V: [num_blocks, kv_heads, block_size, head_dim].
+struct Cache {
+  float* k;
+  float* v;
+  int64_t kv_heads, head_dim, block_size;
+};
+
+// Part of one sequence and KV head: `rows` (query token, head of the group) pairs from `row` on, against the tokens
+// from `first` to `last`. `group` >= 0: an unfinished result, number `part` of that group of parts.
+struct Item {
+  int32_t sequence, kv_head;
+  int32_t row, rows;
+  int32_t first, last;
+  int32_t group, part;
+};
+
+// The parts of one (sequence, KV head), merged by whichever thread finishes the last of them.
+struct Group {
+  int32_t parts, remaining;
+  int64_t offset;  // of its first part in `partial`, in floats
+};
+
+struct Attention {
+  const float* q;  // [tokens, heads, head_dim], rows of q_stride
+  int64_t q_stride;
+  float* out;  // [tokens, heads, head_dim]
+  Cache cache;
+  int64_t heads;
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  const int32_t* rows;
+  const int32_t* block_tables;
+  int64_t max_blocks;
+  float scale;
+  const Item* items;
+  int64_t num_items;
+  Group* groups;
+  float* partial;  // a part: rows * (head_dim + 2) floats, the sums, then each row's maximum and weight
+};
+
+constexpr int kTileRows = 48;   // rows of an item at most
+constexpr int kMaxHeadDim = 256;
+constexpr int kChunk = 128;       // tokens whose scores are held at once, at most
+constexpr int kPartChunks = 4;    // a longer context is cut, so that one sequence can keep all threads busy
+
+// Chunks hold whole blocks, or blocks hold whole chunks: block sizes are multiples of 16 up to 128, and of 128 above.
+static inline int64_t chunk_tokens(int64_t block_size) {
+  return block_size >= kChunk ? kChunk : kChunk / block_size * block_size;
+}
+
+constexpr int kPanel = 48;  // output columns of a panel: the usual widths of a model are even multiples of it
+
+// y: [rows, n] = x: [rows, k] times the packed weight; one of w_float and w_bfloat16 is null, bias may be.
+struct Linear {
+  const float* x;
+  int64_t x_stride, rows, n, k;
+  const float* w_float;
+  const uint16_t* w_bfloat16;
+  const float* bias;
+  float* out;
+};
+
+struct Kernels {
+  void (*rms_norm)(Rows x, const float* weight, float eps, float* out, int threads);
+  void (*add_rms_norm)(const float* x, const float* residual, const float* weight, float eps, float* out, float* total,
+                       int64_t rows, int64_t n, int threads);
+  void (*silu_and_mul)(const float* x, int64_t stride, float* out, int64_t rows, int64_t n, int threads);
+  void (*apply_rotary)(Heads x, float* out, Rotary rotary, int64_t tokens, int64_t head_dim, int threads);
+  // Stores k and v, turning k first unless rotary.cos is null.
+  void (*write)(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads);
+  void (*attend)(const Attention& a, int threads);
+  void (*linear)(const Linear& a, int threads);
+};
+
+const Kernels& portable_kernels();
+#if defined(__x86_64__)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif

@@ -1,0 +1,80 @@
+// A vector of floats as wide as the instruction set this file is compiled for.
+//
+// Compiler vector extensions rather than intrinsics: one source serves AVX-512, AVX2 and plain SSE2 or NEON. Everything
+// is `static inline`, and no standard header is included: a library template instantiated here with AVX-512 flags
+// could be the copy that the linker keeps for callers on a CPU without AVX-512.
+#pragma once
+
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4), may_alias));
+typedef float VecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4), may_alias));
+
+INLINE Vec load(const float* p) { return *reinterpret_cast<const VecUnaligned*>(p); }
+INLINE void store(float* p, Vec v) { *reinterpret_cast<VecUnaligned*>(p) = v; }
+INLINE Vec splat(float x) { return Vec{} + x; }
+
+INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+typedef float Quad __attribute__((vector_size(16), may_alias));
+
+// Combine the lanes of v by halves: a chain over 16 lanes would cost more than the loop that filled them.
+template <typename Combine>
+INLINE float reduce(Vec v, Combine combine) {
+  const Quad* quads = reinterpret_cast<const Quad*>(&v);
+#if defined(__AVX512F__)
+  const Quad q = combine(combine(quads[0], quads[1]), combine(quads[2], quads[3]));
+#elif defined(__AVX2__)
+  const Quad q = combine(quads[0], quads[1]);
+#else
+  const Quad q = quads[0];
+#endif
+  const Quad swapped = {q[2], q[3], q[0], q[1]};
+  const Quad pairs = combine(q, swapped);
+  const Quad crossed = {pairs[1], pairs[0], pairs[3], pairs[2]};
+  return combine(pairs, crossed)[0];
+}
+
+INLINE float sum(Vec v) {
+  return reduce(v, [](Quad a, Quad b) { return a + b; });
+}
+
+INLINE float largest(Vec v) {
+  return reduce(v, [](Quad a, Quad b) { return a > b ? a : b; });
+}
+
+// 2^x for x up to 127, relative error about 1e-7. Below -126 it stays at 2^-126; NaN stays NaN.
+INLINE Vec exp2(Vec x) {
+  const Vec low = splat(-126.0f), high = splat(127.0f);
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+  const Vec shifted = x + magic;
+  const Vec f = x - (shifted - magic);  // [-0.5, 0.5]
+  Vec p = splat(1.5252734e-5f);         // Taylor series of 2^f
+  p = p * f + splat(1.5403530e-4f);
+  p = p * f + splat(1.3333558e-3f);
+  p = p * f + splat(9.6181291e-3f);
+  p = p * f + splat(5.5504109e-2f);
+  p = p * f + splat(2.4022651e-1f);
+  p = p * f + splat(6.9314718e-1f);
+  p = p * f + splat(1.0f);
+  const IntVec exponent = (reinterpret_cast<const IntVec&>(shifted) - reinterpret_cast<const IntVec&>(magic)) << 23;
+  const IntVec bits = reinterpret_cast<const IntVec&>(p) + exponent;
+  return reinterpret_cast<const Vec&>(bits);
+}
+
+constexpr float kLog2e = 1.4426950408889634f;

@@ -1,0 +1,113 @@
+"""The C++ CPU kernels as typed Python functions, and whether a tensor can use them.
+
+`load` builds the library on first use (`kernels.build`). Without it everything still runs, in plain torch.
+"""
+
+import functools
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import build
+
+logger = logging.getLogger(__name__)
+
+ISA_VARIABLE = "NANOSERVE_CPU_ISA"
+ISAS = ("portable", "avx2", "avx512")
+
+_ops: Any = torch.ops.nanoserve
+
+
+@functools.cache
+def load() -> bool:
+    """True if the C++ kernels can be called. Builds and loads them the first time; later calls cost nothing.
+
+    Raises `ValueError` if `NANOSERVE_CPU_ISA` names no instruction set, or one that this CPU lacks.
+    """
+    isa = os.environ.get(ISA_VARIABLE, "")
+    if isa and isa not in ISAS:
+        raise ValueError(f"{ISA_VARIABLE} must be one of {', '.join(ISAS)} or unset, got {isa!r}")
+    library = build.ensure_built()
+    if library is None:
+        return False
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        logger.warning("CPU kernels at %s do not load, so plain torch runs, several times slower: %s", library, error)
+        return False
+    use_isa(isa or "best")
+    return True
+
+
+def usable(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype is torch.float32 and load()
+
+
+def use_isa(name: str) -> str:
+    """Choose the instruction set: "best", "portable", "avx2" or "avx512". Returns the one in use.
+
+    Raises `ValueError` for a name that is unknown or that this CPU lacks.
+    """
+    used: str = _ops.use_isa(name)
+    return used
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out: Tensor = _ops.rms_norm.default(x, weight, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = _ops.add_rms_norm.default(x, residual, weight, eps)
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    out: Tensor = _ops.silu_and_mul.default(x)
+    return out
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = _ops.apply_rotary.default(q, k, cos, sin, positions)
+    return out
+
+
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    _ops.kv_write.default(k, v, k_cache, v_cache, slots)
+
+
+def rotary_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    out: Tensor = _ops.rotary_write.default(q, k, v, cos, sin, positions, k_cache, v_cache, slots)
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    scale: float,
+) -> Tensor:
+    out: Tensor = _ops.paged_attention.default(q, k_cache, v_cache, query_start, seq_lens, block_tables, rows, scale)
+    return out
+
+
+def linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tensor:
+    out: Tensor = _ops.linear.default(x, packed, n, bias)
+    return out

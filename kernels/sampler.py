@@ -1,0 +1,70 @@
+"""Sampling: one uniform number a token, and the inverse of the filtered distribution's cumulative sum.
+
+A token is a function of (logits, parameters, seed, position) on every device: the uniform number comes from
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed as its key and the
+token's position as its counter, and the token is the first in vocabulary order whose cumulative probability exceeds
+it. Filters follow vLLM's order: temperature, min_p, top_k, top_p; tokens equal to the last one kept are kept too.
+"""
+
+import torch
+from torch import Tensor
+
+CANDIDATES = 256
+"""Most likely tokens looked at first; a filter that reaches beyond them has its row sorted whole."""
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """seeds, positions: int64 [n] -> float32 [n] in [0, 1), 24 bits each."""
+    return (philox(seeds, positions)[0] >> 8).to(torch.float32) * 2.0**-24
+
+
+def philox(keys: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10. keys, counters: int64 [n] -> four words of 32 bits, each int64 [n]."""
+    k0, k1 = keys & _MASK, keys >> 32 & _MASK
+    c0, c1 = counters & _MASK, counters >> 32 & _MASK
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        # int64 products wrap, which leaves all 64 bits right.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = k0 + _KEY_STEPS[0] & _MASK, k1 + _KEY_STEPS[1] & _MASK
+    return c0, c1, c2, c3
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """logits: float32 [n, vocab], -inf where barred; uniforms: [n] -> token ids int64 [n]."""
+    cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def lowest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, candidates: int = CANDIDATES) -> Tensor:
+    """The lowest logit that the filters keep in each row.
+
+    logits: float32 [n, vocab], divided by the temperature; top_k: int [n], 0 keeps all; top_p in (0, 1] and min_p in
+    [0, 1]: float32 [n] -> float32 [n, 1].
+    """
+    vocab = logits.shape[-1]
+    size = min(candidates, vocab)
+    top = logits.topk(size, dim=-1).values  # [n, size], falling
+    best = top[:, :1]
+    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).to(torch.int64)[:, None]
+    kth = top.gather(1, k.clamp(max=size) - 1)
+    low = torch.maximum(best + min_p[:, None].log(), torch.where(k < vocab, kth, -torch.inf))
+    weights = torch.where(top >= low, (top - best).exp(), 0.0)
+    mass = torch.where(logits >= low, (logits - best).exp(), 0.0).sum(dim=-1, keepdim=True)
+    inside = weights.cumsum(dim=-1) - weights < top_p[:, None] * mass  # the nucleus: tokens before top_p is reached
+    nucleus = torch.where(inside, top, torch.inf).amin(dim=-1, keepdim=True)
+    low = torch.where(top_p[:, None] < 1.0, torch.maximum(low, nucleus), low)
+    if size < vocab:
+        beyond = ((k > size) & (k < vocab)).squeeze(-1) | (
+            (top_p < 1.0) & inside[:, -1] & (top[:, -1:] >= low).squeeze(-1)
+        )
+        if beyond.any():
+            low[beyond] = lowest_kept(logits[beyond], top_k[beyond], top_p[beyond], min_p[beyond], vocab)
+    return low

@@ -1,0 +1,180 @@
+"""The application without Ray: its ASGI app on a loopback socket, over an engine in the same process."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+
+from app.admission import Admission
+from app.engine_client import Delivery, EngineLimits, Refusal, Submission
+from app.openai.errors import EngineFault
+from app.replica import EngineReplica
+from app.routes import create_app
+from app.service import Service
+from engine.engine import Engine
+from engine.errors import EngineDeadError
+from engine.outputs import EngineStats
+from engine.step_loop import StepLoop
+from engine.tokenizer import Tokenizer
+
+
+class LocalStream:
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Delivery]:
+        async for message in self._generator:
+            if isinstance(message, Refusal):
+                raise message.to_error()
+            yield message
+
+    def close(self) -> None:
+        self._task = asyncio.ensure_future(self._generator.aclose())
+
+
+class LocalClient:
+    """`app.engine_client.EngineClient` without a process in between."""
+
+    def __init__(self, replica: EngineReplica) -> None:
+        self.replica = replica
+
+    async def limits(self) -> EngineLimits:
+        return self.replica.limits()
+
+    async def stats(self) -> list[EngineStats]:
+        return [self.replica.stats()]
+
+    async def check_health(self) -> None:
+        try:
+            self.replica.check_health()
+        except EngineDeadError as error:
+            raise EngineFault(str(error)) from error
+
+    def submit(self, submission: Submission) -> LocalStream:
+        return LocalStream(self.replica.submit(submission))
+
+
+@dataclass
+class Server:
+    """A running application, and what is behind it."""
+
+    http: httpx.AsyncClient
+    replica: EngineReplica
+    engine: Engine
+    admission: Admission
+    url: str
+
+    async def chat(self, content: Any = "hello", **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return await self.http.post("/v1/chat/completions", json={"messages": messages} | body)
+
+    async def complete(self, prompt: Any = "hello", **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": prompt} | body)
+
+    async def stream(self, path: str, **body: Any) -> "Events":
+        return parse_events(await self.http.post(path, json={"stream": True} | body))
+
+    async def stream_chat(self, content: Any = "hello", **body: Any) -> "Events":
+        return await self.stream("/v1/chat/completions", messages=[{"role": "user", "content": content}], **body)
+
+    async def stream_complete(self, prompt: Any = "hello", **body: Any) -> "Events":
+        return await self.stream("/v1/completions", prompt=prompt, **body)
+
+    async def idle(self, within_s: float = 1.0) -> EngineStats:
+        """Wait until nothing runs, waits or holds a block; fails if that takes longer than a client may notice."""
+        await until(lambda: self._is_idle(), within_s, lambda: f"{self.replica.stats()}, {self.admission.outstanding}")
+        return self.replica.stats()
+
+    def _is_idle(self) -> bool:
+        stats = self.replica.stats()
+        in_engine = stats.num_running + stats.num_waiting + stats.live_blocks
+        return in_engine + self.admission.outstanding + self.admission.waiting == 0
+
+
+@dataclass
+class Events:
+    """The events of one stream: their data, and what stood in `event:` lines."""
+
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    comments: int = 0
+    done: bool = False
+    status: int = 200
+
+    @property
+    def text(self) -> str:
+        choices = [choice for chunk in self.chunks for choice in chunk.get("choices", ())]
+        return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        choices = [choice for chunk in self.chunks for choice in chunk.get("choices", ())]
+        return [choice["finish_reason"] for choice in choices if choice["finish_reason"] is not None]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = self.chunks[-1]["usage"]
+        return usage
+
+
+def parse_events(response: httpx.Response) -> Events:
+    """Strict: whole events only, nothing after [DONE]."""
+    events = Events(status=response.status_code)
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    *blocks, rest = response.text.split("\n\n")
+    assert rest == ""
+    for block in blocks:
+        assert not events.done, "an event after [DONE]"
+        for line in block.split("\n"):
+            if line.startswith(":"):
+                events.comments += 1
+            elif line.startswith("event: "):
+                events.names.append(line[7:])
+            elif line == "data: [DONE]":
+                events.done = True
+            else:
+                assert line.startswith("data: "), line
+                events.chunks.append(json.loads(line[6:]))
+    return events
+
+
+async def until(condition: Callable[[], bool], within_s: float, state: Callable[[], str] = lambda: "") -> None:
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s} s: {state()}"
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    *,
+    capacity: int | None = None,
+    max_waiting: int = 64,
+    stream_commit_s: float = 5.0,
+) -> AsyncIterator[Server]:
+    """Serve `engine` on a loopback socket. At the end nothing may be left in it."""
+    replica = EngineReplica(lambda on_output: StepLoop(engine, on_output))
+    client = LocalClient(replica)
+    admission = Admission(capacity or engine.info.max_num_seqs * 5 // 4, max_waiting)
+    service = Service("tiny", tokenizer, client, await client.limits(), admission)
+    app = create_app(service, stream_commit_s)
+    uvicorn_server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    task = asyncio.ensure_future(uvicorn_server.serve())
+    await until(lambda: uvicorn_server.started, 5.0)
+    port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            yield Server(http, replica, engine, admission, url)
+    finally:
+        uvicorn_server.should_exit = True
+        await task
+        replica.close()

@@ -1,0 +1,41 @@
+"""Sampling parameters through HTTP, on a tiny random model."""
+
+import asyncio
+from typing import Any
+
+from tests.app.conftest import Serve
+from tests.app.harness import Server
+
+
+async def text(server: Server, **body: Any) -> str:
+    result: str = (await server.complete("The quick brown", max_tokens=12, ignore_eos=True, **body)).json()["choices"][
+        0
+    ]["text"]
+    return result
+
+
+async def test_temperatures_towards_zero_are_greedy(real: Serve) -> None:
+    async with real() as server:
+        greedy = await text(server, temperature=0)
+        assert greedy
+        assert await text(server, temperature=1e-6) == greedy
+        assert await text(server, temperature=0, top_p=0.5) == greedy
+        assert await text(server, temperature=0, top_k=3, min_p=0.2, seed=5) == greedy
+        assert await text(server, temperature=1e-4)
+
+
+async def test_a_seed_decides_whatever_else_runs(real: Serve) -> None:
+    async with real() as server:
+        alone = await text(server, seed=42)
+        mixed = await asyncio.gather(
+            text(server, seed=42), text(server), text(server, seed=42), text(server), text(server, seed=7)
+        )
+        assert mixed[0] == mixed[2] == alone
+        assert mixed[4] != alone
+
+
+async def test_seed_zero_is_a_seed(real: Serve) -> None:
+    async with real() as server:
+        first, second = await text(server, seed=0), await text(server, seed=0)
+        assert first == second
+        assert len({await text(server) for _ in range(5)} | {first}) > 1

@@ -1,0 +1,222 @@
+"""The application on a local Ray cluster: one for the session, with the tiny model."""
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from openai import APIStatusError, OpenAI
+from ray import serve
+
+import app
+from tests.app.harness import parse_events
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+PORT = free_port()
+URL = f"http://127.0.0.1:{PORT}"
+LONG = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="serve")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def run(model_dir: Path, **settings: Any) -> None:
+    defaults = {
+        "model": str(model_dir), "max_model_len": 4096, "num_gpu_blocks_override": 600, "num_threads": 1,
+        "max_num_seqs": 4, "max_queue_size": 2, "served_model_name": "tiny",
+    }  # fmt: skip
+    serve.run(app.build(defaults | settings), name="nanoserve", route_prefix="/")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests import tiny_models
+
+    return tiny_models.llama(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=8192)
+
+
+@pytest.fixture
+def http(cluster: None, model: Path) -> Iterator[httpx.Client]:
+    """A client of the application, which is started by the first test and found idle by each."""
+    if "nanoserve" not in serve.status().applications:
+        run(model)
+    with httpx.Client(base_url=URL, timeout=60) as client:
+        wait(lambda: is_idle(client))
+        yield client
+
+
+def gauges(client: httpx.Client) -> dict[str, float]:
+    response = client.get("/metrics")
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+    return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def is_idle(client: httpx.Client) -> bool:
+    names = (
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "nanoserve:live_blocks",
+        "nanoserve:ingress_outstanding", "nanoserve:ingress_queued",
+    )  # fmt: skip
+    now = gauges(client)
+    return not any(now[name] for name in names)
+
+
+def wait(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.02)
+
+
+def test_openais_own_client_is_content(http: httpx.Client) -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    assert [card.id for card in client.models.list()] == ["tiny"]
+    messages: Any = [{"role": "user", "content": "hello"}]
+    options: Any = {"model": "tiny", "messages": messages, "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    assert whole.usage is not None
+    assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (12, "length")
+    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
+        whole.choices[0].message.content
+    )
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+    with pytest.raises(APIStatusError) as caught:
+        client.chat.completions.create(model="other", messages=messages)
+    assert (caught.value.status_code, caught.value.code) == (404, "model_not_found")
+
+
+def test_refusals_come_before_the_status(http: httpx.Client) -> None:
+    for stream in (False, True):
+        long = http.post("/v1/completions", json={"prompt": [5] * 4096, "stream": stream})
+        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+        late = http.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [9999], "stream": stream})
+        assert (late.status_code, late.json()["error"]["param"]) == (400, "stop_token_ids")
+    assert http.get("/v1/none").json()["error"]["code"] == "not_found"
+    assert http.delete("/v1/completions").json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("after_s", [0.01, 0.3])
+def test_a_client_that_leaves_frees_its_blocks_within_a_second(
+    http: httpx.Client, stream: bool, after_s: float
+) -> None:
+    async def come_and_leave() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+            posts = [client.post("/v1/completions", json=LONG | {"stream": stream}) for _ in range(5)]
+            tasks = [asyncio.ensure_future(post) for post in posts]
+            await asyncio.sleep(after_s)
+            if after_s > 0.1:
+                assert not is_idle(http)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(come_and_leave())
+    wait(lambda: is_idle(http), within_s=1.0)
+
+
+def test_overload_is_429_and_all_that_was_taken_is_served(http: httpx.Client) -> None:
+    async def flood() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=40)
+        async with httpx.AsyncClient(base_url=URL, timeout=60, limits=limits) as client:
+            body = LONG | {"max_tokens": 150}
+            posts = (client.post("/v1/completions", json=body | {"stream": bool(i % 2)}) for i in range(30))
+            return await asyncio.gather(*posts)
+
+    responses = asyncio.run(flood())
+    refused = [response for response in responses if response.status_code != 200]
+    assert {response.status_code for response in refused} == {429}
+    assert len(responses) - len(refused) >= 7  # 5 in the engine, 2 in the queue
+    for response in refused:
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert int(response.headers["retry-after"]) >= 1
+    wait(lambda: is_idle(http))
+
+
+def test_a_replica_that_is_killed_ends_its_streams_with_an_error_and_is_replaced(http: httpx.Client) -> None:
+    replica = engine_actor()
+    rest = stream_while(lambda: ray.kill(replica, no_restart=True))
+    assert_ends_with_an_error(rest)
+    wait_for_the_next(replica, http)
+
+
+def test_an_engine_whose_step_thread_dies_is_replaced(http: httpx.Client) -> None:
+    replica = engine_actor()
+
+    def break_engine(actor: Any) -> None:
+        deployment = actor._replica_impl._user_callable_wrapper._callable
+        engine = deployment._replica._step_loop.engine
+        engine.step = lambda: 1 / 0
+
+    rest = stream_while(lambda: ray.get(replica.__ray_call__.remote(break_engine)))
+    assert_ends_with_an_error(rest)
+    assert http.get("/health").status_code == 503
+    refused = http.post("/v1/completions", json={"prompt": "a", "stream": True})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
+    wait_for_the_next(replica, http)
+
+
+def stream_while(action: Callable[[], Any]) -> list[str]:
+    """Do something in the midst of a stream; returns the lines that came after."""
+    with (
+        httpx.Client(base_url=URL, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        action()
+        return list(lines)
+
+
+def assert_ends_with_an_error(lines: list[str]) -> None:
+    data = [line for line in lines if line.startswith("data: ")]
+    assert "event: error" in lines
+    assert json.loads(data[-1][6:])["error"]["type"] == "server_error"
+    assert "data: [DONE]" not in lines
+
+
+def wait_for_the_next(replica: Any, client: httpx.Client) -> None:
+    wait(lambda: engine_actor() not in (None, replica) and client.get("/health").status_code == 200, within_s=40)
+    assert client.post("/v1/completions", json={"prompt": "again", "max_tokens": 2}).status_code == 200
+
+
+def engine_actor() -> Any:
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "#engine#" in a["name"]]
+    return ray.get_actor(names[-1], namespace="serve") if names else None
+
+
+def test_the_environment_reaches_the_application(
+    http: httpx.Client, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOSERVE_SERVED_MODEL_NAME", "from-the-environment")
+    monkeypatch.setenv("NANOSERVE_MODEL", str(model))
+    monkeypatch.setenv("NANOSERVE_NUM_GPU_BLOCKS_OVERRIDE", "64")
+    serve.run(app.deployment, name="nanoserve", route_prefix="/")
+    wait(lambda: http.get("/v1/models").json()["data"][0]["id"] == "from-the-environment", within_s=30)
+    assert parse_events(http.post("/v1/completions", json={"prompt": "a", "stream": True})).done
+    assert os.environ["NANOSERVE_NUM_GPU_BLOCKS_OVERRIDE"] == "64"
+    serve.delete("nanoserve")

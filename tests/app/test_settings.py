@@ -1,0 +1,127 @@
+"""Settings from arguments, environment and defaults; and that importing the application is cheap."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+import app
+from app.building import gpus_to_ask_for
+from app.settings import OTHER_VARIABLES, Settings, load_settings
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_defaults_are_the_engines_own() -> None:
+    assert load_settings({}, {}).engine_config() == EngineConfig()
+
+
+def test_arguments_over_environment_over_defaults() -> None:
+    environ = {"NANOSERVE_MAX_MODEL_LEN": "512", "NANOSERVE_MAX_NUM_SEQS": "8", "HOME": "/"}
+    config = load_settings({"max_model_len": "256"}, environ).engine_config()
+    assert (config.max_model_len, config.max_num_seqs, config.block_size) == (256, 8, 0)
+
+
+def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOSERVE_STREAM_COMMIT_S", "2.5")
+    assert load_settings({}).stream_commit_s == 2.5
+
+
+def test_strings_of_a_command_line_become_their_types() -> None:
+    settings = load_settings(
+        {"max_model_len": "2048", "enforce_eager": "true", "gpu_memory_utilization": "0.5", "num_replicas": "2"}, {}
+    )
+    config = settings.engine_config()
+    assert (config.max_model_len, config.enforce_eager, config.gpu_memory_utilization) == (2048, True, 0.5)
+    assert settings.num_replicas == 2
+
+
+def test_every_engine_setting_is_a_setting() -> None:
+    assert {field.name for field in dataclasses.fields(EngineConfig)} <= set(Settings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("args", "environ", "named"),
+    [
+        ({"bogus": 1}, {}, "bogus"),
+        ({}, {"NANOSERVE_BOGUS": "1"}, "NANOSERVE_BOGUS"),
+        ({"max_model_len": "long"}, {}, "max_model_len"),
+        ({}, {"NANOSERVE_MAX_MODEL_LEN": "long"}, "NANOSERVE_MAX_MODEL_LEN"),
+        ({"max_model_len": 1}, {}, "max_model_len"),
+        ({"max_num_seqs": 1.5}, {}, "max_num_seqs"),
+        ({"dtype": "int3"}, {}, "dtype"),
+        ({"num_replicas": 0}, {}, "num_replicas"),
+        ({"stream_commit_s": "nan"}, {}, "stream_commit_s"),
+        ({"log_level": "LOUD"}, {}, "log_level"),
+        ({"model": "a", "model_path": "b"}, {}, "model_path"),
+        ({"model": ""}, {}, "model"),
+    ],
+)
+def test_a_bad_setting_is_named(args: dict[str, Any], environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_settings(args, environ)
+
+
+def test_variables_that_are_no_settings_are_let_be() -> None:
+    load_settings({}, dict.fromkeys(OTHER_VARIABLES, "x") | {"NANOSERVE_MAX_MODEL_LEN": ""})
+
+
+def test_model_path_is_another_name_of_model() -> None:
+    assert load_settings({"model_path": "/m"}, {}).engine_config().model == "/m"
+    assert load_settings({}, {"NANOSERVE_MODEL_PATH": "/m"}).engine_config().model == "/m"
+    assert load_settings({"model": "/a"}, {"NANOSERVE_MODEL_PATH": "/m"}).engine_config().model == "/a"
+
+
+def test_the_served_name_gives_no_folders_away() -> None:
+    assert load_settings({"model": "/srv/models/tiny"}, {}).public_model_name == "tiny"
+    assert load_settings({"model": "org/name"}, {}).public_model_name == "org/name"
+    assert load_settings({"model": "/srv/tiny", "served_model_name": "mine"}, {}).public_model_name == "mine"
+
+
+def test_no_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.building._count_gpus", lambda: 0)
+    assert (gpus_to_ask_for("auto"), gpus_to_ask_for("cpu")) == (0, 0)
+    with pytest.raises(ConfigError, match="no GPU"):
+        gpus_to_ask_for("cuda")
+    monkeypatch.setattr("app.building._count_gpus", lambda: 2)
+    assert (gpus_to_ask_for("auto"), gpus_to_ask_for("cpu"), gpus_to_ask_for("cuda")) == (1, 0, 1)
+
+
+def test_building_needs_neither_torch_nor_transformers_nor_a_cluster() -> None:
+    code = (
+        "import sys, app; assert not {'ray', 'starlette', 'pydantic'} & set(sys.modules)\n"
+        "app.deployment; assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "import ray; assert not ray.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./no.gguf", "no-such-alias"])
+def test_a_model_that_is_nowhere_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=re.escape(model.removeprefix("./"))):
+        app.build({"model": model})
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "ray_configs").glob("*.yaml")), ids=lambda file: file.name)
+def test_ray_configs_are_valid(file: Path) -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text()))
+    for application in config.applications:
+        load_settings(application.args, {})
+
+
+def test_the_command_refuses_bad_settings_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from app.cli import main
+
+    assert main(["serve", "bogus=1"]) == 2
+    assert main(["serve", "bogus"]) == 2
+    assert all(line.startswith("nanoserve: ") for line in capsys.readouterr().err.splitlines())

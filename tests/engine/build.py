@@ -1,0 +1,26 @@
+"""Engines for tests: small, on the CPU, with a choice of attention."""
+
+from pathlib import Path
+from unittest import mock
+
+from engine import model_runner
+from engine.config import EngineConfig
+from engine.engine import Engine
+from kernels.attention import AttentionBackend
+from kernels.attention.torch_backend import TorchBackend
+
+
+def build_engine(path: Path, attention: str = "cpu", **settings: object) -> Engine:
+    """attention: "cpu" for the fastest there is on a CPU, "torch" for the reference."""
+    defaults: dict[str, object] = {"device": "cpu", "dtype": "float32"}
+    if "kv_cache_memory_bytes" not in settings:
+        defaults["num_gpu_blocks_override"] = 128
+    config = EngineConfig.from_kwargs(model=str(path), **(defaults | settings))
+    if attention == "cpu":
+        return Engine.from_config(config)
+
+    def reference_backend(*args: object) -> AttentionBackend:
+        return TorchBackend()
+
+    with mock.patch.object(model_runner, "select_backend", reference_backend):
+        return Engine.from_config(config)

@@ -1,0 +1,65 @@
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, InvalidRequestError
+from engine.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 0}, "max_model_len must be a whole number of at least 2, got 0"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs"),
+        ({"max_num_batched_tokens": True}, "max_num_batched_tokens"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0 and at most 1"),
+        ({"block_size": -1}, "block_size"),
+        ({"dtype": "int3"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
+        ({"model": ""}, "model must be"),
+        ({"max_model_length": 3}, "unknown setting max_model_length; known are .*max_model_len"),
+        ({"model": "a", "model_path": "b"}, "model_path and model are one setting"),
+    ],
+)
+def test_a_bad_setting_is_an_error_that_names_it(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_kwargs(**settings)
+
+
+def test_model_path_is_another_name_of_model() -> None:
+    assert EngineConfig.from_kwargs(model_path="here").model == "here"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("seed", 2**63),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop_token_ids", [-1]),
+    ],
+)
+def test_a_bad_sampling_parameter_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=field) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+def test_spellings_of_all_and_one() -> None:
+    params = SamplingParams(top_k=-1, stop="end", temperature=1e-6)
+    assert params.top_k == 0
+    assert params.stop_strings == ("end",)
+    assert params.greedy
+    assert not SamplingParams(temperature=1e-4).greedy

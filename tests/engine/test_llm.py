@@ -1,0 +1,260 @@
+"""`LLM`: forms of prompts, stop strings, results in order, and an engine that stays sound after a fault."""
+
+import itertools
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.llm import LLM, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.step import StepPlan
+from engine.tokenizer import Tokenizer
+from tests import tiny_models
+from tests.scripted import ScriptedRunner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPT = [100, 5, 6]
+EOS = tiny_models.EOS_ID
+
+
+def scripted(answer: list[int], **info: object) -> tuple[LLM, ScriptedRunner]:
+    """An `LLM` that answers every prompt with `answer`."""
+    runner = ScriptedRunner(answer, **info)
+    return LLM.from_engine(Engine(runner), tokenizer()), runner
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer(tiny_models.tokenizer(), eos_token_ids=(EOS,))
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text)
+
+
+def facts(result: RequestOutput) -> tuple[str, str | None, int | str | None]:
+    (output,) = result.outputs
+    return output.text, output.finish_reason, output.stop_reason
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tiny_models.llama(tmp_path_factory.mktemp("llama"))
+    llm = LLM(folder, max_model_len=128, block_size=16, num_gpu_blocks_override=64, device="cpu", num_threads=1)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(autouse=True)
+def no_live_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test of the model nothing is left in its engine."""
+    yield
+    if "llm" in request.fixturenames:
+        stats = request.getfixturevalue("llm").engine.stats()
+        assert (stats.live_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
+
+
+def test_forms_of_a_prompt_give_the_same(llm: LLM) -> None:
+    text = "The quick brown fox"
+    forms: list[Any] = [text, ids(text), {"prompt": text}, {"prompt_token_ids": ids(text)}]
+    results = llm.generate(forms, GREEDY, use_tqdm=False)
+    assert [r.prompt for r in results] == [text, None, text, None]
+    assert all(r.prompt_token_ids == ids(text) and r.finished for r in results)
+    assert len({tuple(r.outputs[0].token_ids) for r in results}) == 1
+    for form in forms:
+        (alone,) = llm.generate(form, GREEDY, use_tqdm=False)
+        assert alone.outputs == results[0].outputs
+
+
+def test_text_is_the_tokens_decoded(llm: LLM) -> None:
+    for result in llm.generate(["One, two", "def add", "She sells"], GREEDY, use_tqdm=False):
+        output = result.outputs[0]
+        assert len(output.token_ids) == 8
+        assert (output.index, output.finish_reason, output.stop_reason) == (0, "length", None)
+        assert output.text == tokenizer().decode(output.token_ids)
+
+
+def test_results_are_in_the_order_of_the_prompts_with_each_its_params(llm: LLM) -> None:
+    prompts = [[10 + i] * (1 + i % 5) for i in range(20)]
+    params = [SamplingParams(temperature=0.0, max_tokens=20 - i, ignore_eos=True) for i in range(20)]
+    results = llm.generate(prompts, params, use_tqdm=False)
+    assert [r.prompt_token_ids for r in results] == prompts
+    assert [len(r.outputs[0].token_ids) for r in results] == list(range(20, 0, -1))
+    assert len({r.request_id for r in results}) == 20
+
+
+def test_cached_tokens_of_a_repeated_prompt(llm: LLM) -> None:
+    prompt = list(range(50, 90))
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    assert first.outputs == second.outputs
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "Count: one"}]
+    text = "<|im_start|>user\nCount: one<|im_end|>\n<|im_start|>assistant\n"
+    one = llm.chat(chat, GREEDY, use_tqdm=False)
+    many = llm.chat([chat, [{"role": "system", "content": "Be brief."}, *chat]], GREEDY, use_tqdm=False)
+    assert one[0].prompt == text
+    assert one[0].outputs == many[0].outputs == llm.generate(text, GREEDY, use_tqdm=False)[0].outputs
+    assert many[1].prompt is not None
+    assert many[1].prompt.startswith("<|im_start|>system\nBe brief.")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("", "prompts[1]: The prompt is empty"),
+        ([3, tiny_models.VOCAB_SIZE], f"prompts[1]: prompt: {tiny_models.VOCAB_SIZE} is no token id"),
+        ([3] * 128, "prompts[1]: The prompt has 128 tokens"),
+        ({"text": "a"}, "prompts[1]: a prompt is a string"),
+        (None, "prompts[1]: a prompt is a string"),
+    ],
+)
+def test_bad_prompt_is_named_and_nothing_starts(llm: LLM, bad: Any, message: str) -> None:
+    steps = llm.engine.stats().steps
+    with pytest.raises(InvalidRequestError, match=re.escape(message)):
+        llm.generate(["fine", bad, "fine"], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_work()
+    assert llm.engine.stats().steps == steps
+
+
+def test_bad_chat_is_named(llm: LLM) -> None:
+    good = [{"role": "user", "content": "a"}]
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\]: .*unknown role robot"):
+        llm.chat([good, [{"role": "robot", "content": "b"}]], GREEDY, use_tqdm=False)
+
+
+def test_number_of_sampling_params_must_match(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="2 entries for 3 prompts"):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY], use_tqdm=False)
+
+
+def test_no_prompts_give_no_results(llm: LLM) -> None:
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_progress_bar_shows_tokens_per_second(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], GREEDY)
+    shown = capfd.readouterr().err
+    assert "2/2" in shown
+    assert re.search(r"input [\d.]+ tok/s, output [\d.]+ tok/s", shown)
+    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert capfd.readouterr().err == ""
+
+
+def test_stop_string_over_tokens_ends_in_the_engine() -> None:
+    answer = ids("Hel") + ids("lo ST") + ids("OP")
+    llm, _ = scripted([*answer, *ids(" rest and more")])
+    params = [SamplingParams(max_tokens=len(answer) + 4, stop=stop) for stop in ("STOP", "other")]
+    stopped, other = llm.generate([PROMPT, PROMPT], params, use_tqdm=False)
+    assert facts(stopped) == ("Hello ", "stop", "STOP")
+    assert stopped.outputs[0].token_ids == answer
+    assert facts(other)[0].startswith("Hello STOP")
+    assert facts(other)[1:] == ("length", None)
+    stats = llm.engine.stats()
+    assert (stats.live_blocks, stats.generation_tokens) == (0, 2 * len(answer) + 4)
+
+
+def test_stop_string_at_the_last_allowed_token_is_a_stop() -> None:
+    answer = ids("ab STOP")
+    llm, _ = scripted(answer)
+    (result,) = llm.generate(PROMPT, SamplingParams(max_tokens=len(answer), stop="STOP"), use_tqdm=False)
+    assert facts(result) == ("ab ", "stop", "STOP")
+
+
+def test_held_back_text_is_in_the_result() -> None:
+    answer = ids("Hello ST")
+    llm, _ = scripted(answer)
+    (result,) = llm.generate(PROMPT, SamplingParams(max_tokens=len(answer), stop="STOP"), use_tqdm=False)
+    assert facts(result) == ("Hello ST", "length", None)
+
+
+def test_incomplete_character_at_the_end_is_one_replacement() -> None:
+    answer = ids("A xyz") + ids("🌶")[:2]
+    llm, _ = scripted(answer)
+    (result,) = llm.generate(PROMPT, SamplingParams(max_tokens=len(answer)), use_tqdm=False)
+    assert facts(result) == ("A xyz\ufffd", "length", None)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize(("last", "stop_reason"), [(EOS, None), (90, 90)])
+def test_eos_and_stop_tokens_end_without_text(last: int, stop_reason: int | None, skip_special_tokens: bool) -> None:
+    answer = [*ids("ab"), last]
+    llm, _ = scripted([*answer, 50])
+    params = SamplingParams(stop_token_ids=[90], skip_special_tokens=skip_special_tokens)
+    (result,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert facts(result) == ("ab", "stop", stop_reason)
+    assert result.outputs[0].token_ids == answer
+
+
+def test_second_of_several_eos_ids_ends_without_text() -> None:
+    llm, _ = scripted([*ids("ab"), 77, *ids("c")], eos_token_ids=(EOS, 77))
+    (result,) = llm.generate(PROMPT, SamplingParams(), use_tqdm=False)
+    assert facts(result) == ("ab", "stop", None)
+
+
+def test_min_tokens_hold_for_stop_strings() -> None:
+    x, stop = ids("x")[0], ids("S")[0]
+    llm, _ = scripted([x, stop, x, x, stop, x, x, x])
+    (result,) = llm.generate(PROMPT, SamplingParams(stop="S", min_tokens=5, max_tokens=8), use_tqdm=False)
+    assert facts(result) == ("xSxx", "stop", "S")
+    assert len(result.outputs[0].token_ids) == 5
+
+
+def on_step(number: int, action: Callable[[], None]) -> Callable[[StepPlan], None]:
+    steps = itertools.count(1)
+
+    def before_step(plan: StepPlan) -> None:
+        if next(steps) == number:
+            action()
+
+    return before_step
+
+
+def fail() -> None:
+    raise RuntimeError("out of luck")
+
+
+def test_interrupt_waits_for_the_step_and_ends_all() -> None:
+    llm, runner = scripted(ids("a"))
+    runner.before_step = on_step(5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 12, SamplingParams(max_tokens=40), use_tqdm=False)  # 8 run, 4 wait
+    stats = llm.engine.stats()
+    assert (stats.live_blocks, stats.num_running, stats.num_waiting, stats.steps) == (0, 0, 0, 5)
+    assert len(runner.plans) == 5  # the fifth was finished
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (result,) = llm.generate(PROMPT, SamplingParams(max_tokens=4), use_tqdm=False)
+    assert facts(result)[0] == "aaaa"
+
+
+def test_failed_step_ends_its_requests_only() -> None:
+    llm, runner = scripted(ids("a"), max_num_batched_tokens=64, max_num_seqs=8)
+    runner.before_step = on_step(3, fail)
+    prompts = [[100 + i, 5, 6] for i in range(12)]
+    results = llm.generate(prompts, SamplingParams(max_tokens=6), use_tqdm=False)
+    assert [facts(r)[:2] for r in results] == [("aa", "error")] * 8 + [("aaaaaa", "length")] * 4
+    assert llm.engine.stats().live_blocks == 0
+
+
+def test_dead_engine_raises_and_leaves_nothing() -> None:
+    llm, runner = scripted(ids("a"))
+    runner.before_step = lambda plan: fail()
+    with pytest.raises(EngineDeadError):
+        llm.generate([PROMPT] * 40, SamplingParams(max_tokens=6), use_tqdm=False)
+    assert not llm.engine.has_work()
+    assert llm.engine.stats().live_blocks == 0
+
+
+def test_model_has_two_names_but_one_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one setting"):
+        LLM("a", model_path=str(tmp_path))
+    with pytest.raises(ValueError, match="unknown setting max_seqs"):
+        LLM("a", max_seqs=3)

@@ -1,0 +1,249 @@
+"""Paged attention: torch backend against SDPA on contiguous KV, C++ backend against the torch backend."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels import cpu_ops
+from kernels.attention import select_backend
+from kernels.attention.cpu_backend import CpuBackend
+from kernels.attention.torch_backend import TorchBackend
+from kernels.rotary import rotary_table
+from tests.kernels.paged import paged_batch, slots_of
+
+RAGGED = ([1, 17, 100, 130, 0, 33, 260], [1, 17, 0, 40, 0, 2, 1])  # seq_lens, query_lens
+
+
+def attend(backend, batch):
+    scale = 1 / math.sqrt(batch.q.shape[-1])
+    return backend.attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale)
+
+
+def contiguous_attention(batch):
+    """The answer without pages, from torch's own attention."""
+    out = torch.zeros_like(batch.q)
+    starts = batch.metadata.query_start.tolist()
+    for i, (k, v) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        q = batch.q[starts[i] : starts[i + 1]]
+        if len(q) == 0:
+            continue
+        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
+        attended = scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True)
+        out[starts[i] : starts[i + 1]] = attended[0].transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 48])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (8, 1)])
+def test_torch_backend_equals_sdpa_on_contiguous_kv(heads, kv_heads, block_size):
+    batch = paged_batch(TorchBackend(), *RAGGED, heads, kv_heads, 32, block_size, padding_tokens=3)
+    torch.testing.assert_close(attend(TorchBackend(), batch), contiguous_attention(batch), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_cpu_backend_equals_torch_backend(isa, group, head_dim, block_size):
+    shape = (2 * group, 2, head_dim, block_size)
+    fast = paged_batch(CpuBackend(), *RAGGED, *shape, padding_tokens=3)
+    plain = paged_batch(TorchBackend(), *RAGGED, *shape, padding_tokens=3)
+    before = fast.q.clone(), fast.k_cache.clone(), fast.v_cache.clone()
+    got = attend(CpuBackend(), fast)
+    torch.testing.assert_close(got, attend(TorchBackend(), plain), rtol=2e-5, atol=5e-6)
+    assert not got[-3:].any()
+    for tensor, copy in zip((fast.q, fast.k_cache, fast.v_cache), before, strict=True):
+        torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.parametrize("block_size", [48, 112, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (52, 1)])
+def test_cpu_backend_takes_odd_shapes(isa, heads, kv_heads, head_dim, block_size):
+    batch = paged_batch(CpuBackend(), [1, 300, 129, 70], [1, 1, 30, 70], heads, kv_heads, head_dim, block_size)
+    torch.testing.assert_close(attend(CpuBackend(), batch), contiguous_attention(batch), rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_long_context_in_parts_equals_sdpa(isa, block_size):
+    batch = paged_batch(CpuBackend(), [1500, 513, 2049], [1, 2, 9], 6, 2, 64, block_size)
+    torch.testing.assert_close(attend(CpuBackend(), batch), contiguous_attention(batch), rtol=2e-5, atol=5e-6)
+
+
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(isa):
+    lens, queries = [200, 700, 31, 90], [1, 1, 31, 12]
+    batch = paged_batch(CpuBackend(), lens, queries, 9, 3, 64, 16)
+    together = attend(CpuBackend(), batch)
+    m = batch.metadata
+    for i in range(len(lens)):
+        first, last = m.query_start[i : i + 2].tolist()
+        m_alone = type(m)(
+            query_start=torch.tensor([0, last - first], dtype=torch.int32),
+            seq_lens=m.seq_lens[i : i + 1],
+            block_tables=m.block_tables,
+            rows=m.rows[i : i + 1],
+            slots=m.slots[first:last],
+            max_query_len=last - first,
+            max_seq_len=lens[i],
+        )
+        alone = CpuBackend().attend(batch.q[first:last], batch.k_cache, batch.v_cache, m_alone, 0.125)
+        assert torch.equal(alone, together[first:last])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_thread_count_does_not_change_the_bits(threads):
+    batch = paged_batch(CpuBackend(), [200, 700, 31], [1, 1, 31], 9, 3, 64, 16)
+    expected = attend(CpuBackend(), batch)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(attend(CpuBackend(), batch), expected)
+    finally:
+        torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend(), CpuBackend()], ids=lambda b: b.name)
+@pytest.mark.parametrize("query_lens", [[], [0], [0, 0, 0]])
+def test_a_step_without_tokens_is_empty(backend, query_lens):
+    cpu_ops.load()
+    batch = paged_batch(backend, [5] * len(query_lens), query_lens, 4, 2, 64, 16)
+    assert attend(backend, batch).shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_cpu_write_puts_each_token_in_its_slot_and_skips_minus_one(isa, block_size):
+    fast, plain = CpuBackend(), TorchBackend()
+    slots = torch.randperm(4 * block_size)[:50]
+    slots[::7] = -1
+    qkv = torch.randn(50, 8, 64)
+    k, v = qkv[:, 4:6], qkv[:, 6:]
+    caches = [backend.kv_cache(4, block_size, 2, 64, torch.float32, "cpu") for backend in (fast, plain)]
+    for backend, (k_cache, v_cache) in zip((fast, plain), caches, strict=True):
+        k_cache.fill_(7.0)
+        v_cache.fill_(7.0)
+        backend.write(k, v, k_cache, v_cache, slots)
+    (k_fast, v_fast), (k_plain, v_plain) = caches
+    assert torch.equal(k_fast, k_plain.permute(0, 2, 3, 1))
+    assert torch.equal(v_fast, v_plain.permute(0, 2, 1, 3))
+    written = torch.zeros(4 * block_size, dtype=torch.bool)
+    written[slots[slots >= 0]] = True
+    assert (v_plain.flatten(0, 1)[~written] == 7.0).all()
+    assert torch.equal(v_plain.flatten(0, 1)[slots[slots >= 0]], v[slots >= 0])
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("tokens", [0, 1, 45])
+def test_rotary_write_equals_rotary_then_write(isa, tokens, head_dim):
+    fast, plain = CpuBackend(), TorchBackend()
+    cos, sin = rotary_table(head_dim, 64, 1e4, "default", {})
+    positions = torch.randint(0, 64, (tokens,))
+    slots = torch.randperm(64)[:tokens]
+    slots[1::5] = -1
+    qkv = torch.randn(tokens, 10, head_dim)
+    before = qkv.clone()
+    q, k, v = qkv.split((6, 2, 2), dim=1)
+    results = []
+    for backend in (fast, plain):
+        k_cache, v_cache = backend.kv_cache(4, 16, 2, head_dim, torch.float32, "cpu")
+        turned = backend.rotary_write(q, k, v, cos, sin, positions, k_cache, v_cache, slots)
+        results.append((turned, k_cache, v_cache))
+    (q_fast, k_fast, v_fast), (q_plain, k_plain, v_plain) = results
+    torch.testing.assert_close(q_fast, q_plain, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(k_fast, k_plain.permute(0, 2, 3, 1), rtol=2e-6, atol=2e-6)
+    assert torch.equal(v_fast, v_plain.permute(0, 2, 1, 3))
+    assert torch.equal(qkv, before)
+
+
+def test_chunks_give_the_whole_prompts_answer(isa):
+    """A prompt computed 13 tokens at a time, KV written as it goes, equals the prompt computed at once."""
+    backend = CpuBackend()
+    whole = paged_batch(backend, [90], [90], 6, 2, 64, 16)
+    expected = attend(backend, whole)
+    m = whole.metadata
+    k_cache, v_cache = backend.kv_cache(len(whole.k_cache), 16, 2, 64, torch.float32, "cpu")
+    slots = slots_of(m.block_tables[m.rows[0]], 90, 16)
+    for first in range(0, 90, 13):
+        last = min(first + 13, 90)
+        backend.write(whole.keys[0][first:last], whole.values[0][first:last], k_cache, v_cache, slots[first:last])
+        m.query_start = torch.tensor([0, last - first], dtype=torch.int32)
+        m.seq_lens = torch.tensor([last], dtype=torch.int32)
+        got = backend.attend(whole.q[first:last], k_cache, v_cache, m, 0.125)
+        torch.testing.assert_close(got, expected[first:last], rtol=1e-5, atol=2e-6)
+
+
+def test_nan_in_a_query_stays_in_its_row(isa):
+    batch = paged_batch(CpuBackend(), [40, 700], [3, 1], 4, 2, 64, 16)
+    clean = attend(CpuBackend(), batch)
+    batch.q[1, 2] = float("nan")
+    batch.q[3, 0] = float("nan")
+    dirty = attend(CpuBackend(), batch)
+    assert dirty[1, 2].isnan().all()
+    assert dirty[3, 0].isnan().all()
+    untouched = ~batch.q.isnan()
+    assert torch.equal(dirty[untouched], clean[untouched])
+
+
+def corrupt(name, value):
+    def change(metadata):
+        getattr(metadata, name).view(-1)[0] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (corrupt("rows", 99), "row 99 is outside"),
+        (corrupt("rows", -1), "row -1 is outside"),
+        (corrupt("seq_lens", 2), "queries"),
+        (corrupt("seq_lens", 10_000), "tokens at most"),
+        (lambda m: m.block_tables.fill_(999), "block 999"),
+        (lambda m: m.block_tables.fill_(-1), "block -1"),
+        (lambda m: m.query_start.fill_(9), "query_start must go from 0"),
+    ],
+)
+def test_metadata_that_would_read_outside_the_cache_is_refused(change, message):
+    cpu_ops.load()
+    batch = paged_batch(CpuBackend(), [40, 20], [3, 1], 4, 2, 64, 16)
+    change(batch.metadata)
+    with pytest.raises((ValueError, IndexError), match=message):
+        attend(CpuBackend(), batch)
+
+
+def test_a_slot_outside_the_cache_is_refused():
+    cpu_ops.load()
+    k_cache, v_cache = CpuBackend().kv_cache(2, 16, 1, 64, torch.float32, "cpu")
+    k = torch.ones(1, 1, 64)
+    with pytest.raises(IndexError, match="slot 32 is outside the cache of 32"):
+        CpuBackend().write(k, k, k_cache, v_cache, torch.tensor([32]))
+    assert not k_cache.any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size", "name"),
+    [
+        (torch.float32, 64, 0, "cpu"),
+        (torch.float32, 256, 48, "cpu"),
+        (torch.float32, 64, 4, "torch"),
+        (torch.float32, 64, 144, "torch"),
+        (torch.float32, 72, 0, "torch"),
+        (torch.bfloat16, 64, 0, "torch"),
+    ],
+)
+def test_select_backend_by_what_the_kernels_support(dtype, head_dim, block_size, name):
+    backend = select_backend("cpu", dtype, head_dim, block_size)
+    assert backend.name == name
+    assert backend.reason
+    assert backend.supports_block_size(block_size or backend.default_block_size)
+
+
+def test_select_backend_refuses_a_negative_block_size():
+    with pytest.raises(ValueError, match=r"multiple of 16.*got -16"):
+        select_backend("cpu", torch.float32, 64, -16)
+
+
+def test_cpu_cache_of_another_type_is_refused():
+    with pytest.raises(ValueError, match=r"float32.*bfloat16"):
+        CpuBackend().kv_cache(2, 16, 1, 64, torch.bfloat16, "cpu")

@@ -1,0 +1,85 @@
+"""The packed dense layer against F.linear, in both storage types."""
+
+import pytest
+import torch
+from torch.nn.functional import linear as torch_linear
+
+from kernels import cpu_ops
+from kernels.linear import PackedWeight, linear, pack_weight
+
+
+def weight_of(n, k, stored):
+    weight = torch.randn(n, k) * k**-0.5
+    return weight.bfloat16().float() if stored is torch.bfloat16 else weight
+
+
+def packed(weight):
+    result = pack_weight(weight)
+    assert isinstance(result, PackedWeight)
+    return result
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(48, 64), (960, 576), (100, 96), (1, 2), (49, 130)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 150])
+def test_linear_equals_torch(isa, rows, n, k, stored):
+    weight, x, bias = weight_of(n, k, stored), torch.randn(rows, k), torch.randn(n)
+    before = x.clone()
+    pack = packed(weight)
+    assert pack.data.dtype is stored
+    for b in (None, bias):
+        expected = torch_linear(x.double(), weight.double(), None if b is None else b.double()).float()
+        torch.testing.assert_close(linear(x, pack, b), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, before)
+
+
+def test_an_odd_depth_stays_float32(isa):
+    weight, x = weight_of(50, 7, torch.bfloat16), torch.randn(5, 7)
+    pack = packed(weight)
+    assert pack.data.dtype is torch.float32
+    torch.testing.assert_close(linear(x, pack), torch_linear(x, weight))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_packing_loses_nothing(stored):
+    weight = weight_of(100, 64, stored)
+    assert torch.equal(packed(weight).unpack(), weight)
+
+
+def test_a_weight_that_bfloat16_would_round_is_kept_in_float32():
+    weight = weight_of(48, 64, torch.bfloat16)
+    weight[47, 63] += 1e-4
+    assert packed(weight).data.dtype is torch.float32
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_row_gets_the_same_bits_in_every_batch(isa, stored):
+    pack, x = packed(weight_of(100, 576, stored)), torch.randn(300, 576)
+    together = linear(x, pack)
+    for rows in (1, 2, 7, 8, 13, 129):
+        assert torch.equal(linear(x[:rows], pack), together[:rows])
+
+
+def test_linear_takes_rows_with_a_stride_and_more_dimensions(isa):
+    weight = weight_of(60, 64, torch.float32)
+    pack, x = packed(weight), torch.randn(4, 5, 100)
+    torch.testing.assert_close(linear(x[..., :64], pack), torch_linear(x[..., :64], weight), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear(x[0, :, 30:94], pack), torch_linear(x[0, :, 30:94], weight), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_types_are_left_alone(dtype):
+    weight, x = torch.randn(8, 4).to(dtype), torch.randn(3, 4).to(dtype)
+    assert pack_weight(weight) is weight
+    assert torch.equal(linear(x, weight), torch_linear(x, weight))
+
+
+def test_wrong_shapes_are_refused():
+    assert cpu_ops.load()
+    pack = packed(torch.randn(50, 64))
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., 64\]"):
+        linear(torch.zeros(2, 63), pack)
+    with pytest.raises(ValueError, match=r"bias must be \[50\]"):
+        linear(torch.zeros(2, 64), pack, torch.zeros(49))
+    with pytest.raises(ValueError, match="packed weight of 500"):
+        cpu_ops.linear(torch.zeros(2, 64), pack.data, 500, None)

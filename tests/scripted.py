@@ -1,0 +1,143 @@
+"""Runners without a model: one that emits what a script says, one that checks every KV slot it reads."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.engine import Engine
+from engine.runner import RunnerInfo
+from engine.step import StepPlan
+
+
+def runner_info(**overrides: object) -> RunnerInfo:
+    values: dict[str, object] = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 128,
+        "vocab_size": 384,
+        "eos_token_ids": (2,),
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    return RunnerInfo(**(values | overrides))  # type: ignore[arg-type]
+
+
+class ScriptedRunner:
+    """Every request gets the tokens of `script`, then its last one for ever.
+
+    before_step is called ahead of each step: a place to wait, or to raise from.
+    """
+
+    def __init__(
+        self, script: Sequence[int], *, before_step: Callable[[StepPlan], None] = lambda plan: None, **info: object
+    ) -> None:
+        self.info = runner_info(**info)
+        self.script = list(script)
+        self.before_step = before_step
+        self.plans: list[StepPlan] = []
+        self._given = np.zeros(self.info.max_num_seqs, dtype=int)
+
+    def launch(self, plan: StepPlan) -> list[int]:
+        self.before_step(plan)
+        self.plans.append(plan)
+        if plan.new_rows is not None:
+            self._given[plan.new_rows.rows] = 0
+        tokens = []
+        for row in plan.rows[plan.sample].tolist():
+            tokens.append(self.script[min(self._given[row], len(self.script) - 1)])
+            self._given[row] += 1
+        return tokens
+
+    def collect(self, ticket: list[int]) -> NDArray[np.integer]:
+        return np.array(ticket, dtype=np.int64)
+
+    def close(self) -> None:
+        pass
+
+
+def digest(previous: int, token_id: int) -> int:
+    """The value of a KV slot: a hash of all tokens up to its own."""
+    data = previous.to_bytes(8, "little") + int(token_id).to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def shadow_continuation(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
+    """What a `ShadowRunner` samples after `prompt` when all slots are right."""
+    value, tokens = 0, list(prompt)
+    for token_id in prompt:
+        value = digest(value, token_id)
+    for _ in range(num_tokens):
+        tokens.append(value % vocab_size)
+        value = digest(value, tokens[-1])
+    return tokens[len(prompt) :]
+
+
+class ShadowRunner:
+    """Each KV slot holds a hash of its prefix, read back through the block tables as attention would.
+
+    A slot that was lost, overwritten, shared wrongly or read in the wrong place changes the sampled tokens.
+    """
+
+    def __init__(self, **info: object) -> None:
+        self.info = runner_info(**info)
+        size = self.info.num_blocks * self.info.block_size
+        self.slots: list[int | None] = [None] * size
+        self.tables = np.full((self.info.max_num_seqs, -(-self.info.max_model_len // self.info.block_size)), -1)
+        self.max_tokens_in_a_step = 0
+        self.fail_next = False
+
+    def launch(self, plan: StepPlan) -> list[int]:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("made to fail")
+        updates = plan.block_updates
+        self.tables[updates.rows, updates.columns] = updates.blocks
+        self.max_tokens_in_a_step = max(self.max_tokens_in_a_step, plan.num_tokens)
+        for i, row in enumerate(plan.rows.tolist()):
+            for at in range(int(plan.query_start[i]), int(plan.query_start[i + 1])):
+                position = int(plan.positions[at])
+                value = digest(self._read(row, position - 1) if position else 0, int(plan.token_ids[at]))
+                slot = int(plan.slots[at])
+                if slot < 0:
+                    assert self._read(row, position) == value, "a slot said to be filled holds something else"
+                else:
+                    assert slot == self._slot(row, position), "written where it will not be read"
+                    self.slots[slot] = value
+        lengths = plan.seq_lens[plan.sample]
+        rows = plan.rows[plan.sample]
+        return [
+            self._read(row, length - 1) % self.info.vocab_size
+            for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
+        ]
+
+    def collect(self, ticket: list[int]) -> NDArray[np.integer]:
+        return np.array(ticket, dtype=np.int64)
+
+    def close(self) -> None:
+        pass
+
+    def _slot(self, row: int, position: int) -> int:
+        return int(self.tables[row, position // self.info.block_size]) * self.info.block_size + (
+            position % self.info.block_size
+        )
+
+    def _read(self, row: int, position: int) -> int:
+        value = self.slots[self._slot(row, position)]
+        assert value is not None, "read before it was written"
+        return value
+
+
+def drain(engine: Engine, max_steps: int = 10_000) -> dict[str, list[int]]:
+    """Step until nothing is left; the tokens of each request."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return tokens
+        output = engine.step()
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            tokens.setdefault(request_id, []).append(token_id)
+    raise AssertionError(f"still busy after {max_steps} steps")
