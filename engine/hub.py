@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
-from platformdirs import user_cache_dir
 from tqdm import tqdm
 
 from engine.errors import ConfigError
+from kernels.cache_dir import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +93,6 @@ def resolve_model(name: str) -> Path:
         f"There is no model {name!r}: give an alias ({', '.join(PACKAGED_MODELS)}), an existing folder in "
         "Hugging Face layout, an existing .gguf file, or a Hub repository as organisation/name."
     )
-
-
-def cache_dir() -> Path:
-    """Folder for fetched models: the environment's NANOSERVE_CACHE, or the user's cache folder."""
-    return Path(os.environ.get("NANOSERVE_CACHE") or user_cache_dir("nanoserve")).expanduser()
 
 
 def _hub_snapshot(repo_id: str) -> Path:

@@ -69,6 +69,7 @@ class ModelRunner:
             random_weights(model.targets(), config.seed)
         else:
             load_weights(model.targets(), path, tied=model_config.tie_word_embeddings)
+        model.pack()
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
         budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
         token_bytes = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from platformdirs import user_cache_dir
 from torch.utils import cpp_extension
+
+from kernels.cache_dir import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,6 @@ ISA_FLAGS = {
 
 class BuildError(RuntimeError):
     """There is no C++ compiler, or it refused the sources; the message says which and what to do."""
-
-
-def cache_dir() -> Path:
-    """Where built libraries lie: `NANOSERVE_CACHE`, or the user's cache folder."""
-    return Path(os.environ.get("NANOSERVE_CACHE") or user_cache_dir("nanoserve"))
 
 
 def ensure_built(verbose: bool = False) -> Path | None:

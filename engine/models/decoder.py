@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.attention import Attention, KVCache
+from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.model_config import ModelConfig
@@ -46,12 +47,21 @@ class Decoder:
     ) -> None:
         self.config = config
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+        self.head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype, device=device)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding
         self.layers = [DecoderLayer(config, backend, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         rope = config.rope
         cos, sin = rotary_table(config.head_dim, max_positions, rope.theta, rope.kind, rope.parameters)
         self.rotary = (cos.to(device), sin.to(device))
+
+    def pack(self) -> None:
+        """Lay the loaded weights out for the device, one by one; the `targets` are dead after this."""
+        for layer in self.layers:
+            for part in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
+                part.pack()
+        self.head.pack()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], metadata: AttentionMetadata
@@ -70,13 +80,13 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocab], float32."""
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()
 
     def targets(self) -> dict[str, Tensor]:
         """Checkpoint name -> the (view of a) parameter that it fills, for every parameter."""
         views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
-        if self.head is not self.embedding:
-            views["lm_head.weight"] = self.head
+        if not self.config.tie_word_embeddings:
+            views |= self.head.targets("")
         for i, layer in enumerate(self.layers):
             views |= layer.targets(f"model.layers.{i}.")
         return views

@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels import cpu_ops
 from kernels.attention.backend import AttentionBackend
 from kernels.attention.metadata import AttentionMetadata
+from kernels.zeros import lazy_zeros
 
 MAX_HEAD_DIM = 256
 _CHUNK = 128
@@ -43,8 +44,8 @@ class CpuBackend(AttentionBackend):
                 f"and a block_size that is a multiple of 16 up to {_CHUNK} or a multiple of {_CHUNK}; "
                 f"got {dtype}, head_dim {head_dim}, block_size {block_size}"
             )
-        k = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device)
-        v = torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+        k = lazy_zeros((num_blocks, num_kv_heads, head_dim, block_size), dtype, device)
+        v = lazy_zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype, device)
         return k, v
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

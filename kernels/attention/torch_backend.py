@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.attention.backend import AttentionBackend
 from kernels.attention.metadata import AttentionMetadata
+from kernels.zeros import lazy_zeros
 
 
 class TorchBackend(AttentionBackend):
@@ -30,7 +31,7 @@ class TorchBackend(AttentionBackend):
         device: torch.device | str,
     ) -> tuple[Tensor, Tensor]:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        return lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         kept = slots >= 0
