@@ -8,13 +8,21 @@ import numpy as np
 
 from engine.request import Request
 
+PENDING = -1
+"""Stands for a token that a launched step will sample."""
+
 
 class Batch:
     """R = max_num_seqs rows.
 
     tokens: [R, max_total_tokens] prompt and output ids.
-    num_tokens, num_computed: [R] tokens known, and tokens whose KV is in the cache.
+    num_tokens: [R] tokens there are, with those that a launched step will sample; these stand as PENDING in `tokens`.
+    num_known: [R] tokens whose ids are known here.
+    num_computed: [R] tokens whose KV is in the cache, or will be by the steps that are launched.
+    num_settled: [R] num_computed less what steps in flight compute.
     num_reused: [R] leading tokens whose KV was there already; their slots are never written again.
+    in_flight: [R] launched steps that name the row and have not been collected.
+    alive: [R] whether the row's request is running; one that ended in flight keeps its row until `in_flight` is 0.
     limit: [R] num_tokens at which the request ends by length.
     stop_from: [R] num_tokens from which a stop token counts (prompt + min_tokens).
     stop_ids: [R, K] ids that end the request, filled up with -1.
@@ -28,8 +36,12 @@ class Batch:
         self.max_blocks = -(-max_total_tokens // block_size)
         self.tokens = np.zeros((rows, max_total_tokens), dtype=np.int32)
         self.num_tokens = np.zeros(rows, dtype=np.int32)
+        self.num_known = np.zeros(rows, dtype=np.int32)
         self.num_computed = np.zeros(rows, dtype=np.int32)
+        self.num_settled = np.zeros(rows, dtype=np.int32)
         self.num_reused = np.zeros(rows, dtype=np.int32)
+        self.in_flight = np.zeros(rows, dtype=np.int32)
+        self.alive = np.zeros(rows, dtype=np.bool_)
         self.limit = np.zeros(rows, dtype=np.int32)
         self.stop_from = np.zeros(rows, dtype=np.int32)
         self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
@@ -54,8 +66,9 @@ class Batch:
         params = request.params
         total = len(request.token_ids)
         self.tokens[row, :total] = request.token_ids
-        self.num_tokens[row] = total
-        self.num_computed[row] = num_computed
+        self.num_tokens[row] = self.num_known[row] = total
+        self.alive[row] = True
+        self.num_computed[row] = self.num_settled[row] = num_computed
         self.num_reused[row] = num_reused
         self.limit[row] = request.limit
         self.stop_from[row] = request.num_prompt + params.min_tokens
@@ -77,13 +90,14 @@ class Batch:
         return row
 
     def remove(self, request: Request) -> None:
-        """Take the request's tokens back out of its row and free the row."""
+        """Take the request's tokens back out of its row and free the row, which no launched step may name."""
         row = request.row
-        request.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
+        request.token_ids = self.tokens[row, : self.num_known[row]].copy()
         request.row = -1
         self.requests[row] = None
         self.request_ids[row] = ""
-        self.num_tokens[row] = self.num_computed[row] = 0
+        self.num_tokens[row] = self.num_known[row] = self.num_computed[row] = 0
+        self.alive[row] = False
         self._free_rows.append(row)
 
     def append_block(self, row: int, block: int) -> int:

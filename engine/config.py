@@ -30,6 +30,7 @@ class EngineConfig:
     num_gpu_blocks_override: KV cache size in blocks, over both settings above.
     max_num_seqs: sequences that run at once.
     max_num_batched_tokens: tokens that one step computes at most; a longer prompt is cut in chunks of it.
+    async_scheduling: plan and launch a step while the one before it runs; by default on a GPU.
     block_size: tokens a KV block; 0 is the attention backend's choice.
     seed: of dummy weights.
     num_threads: threads of a CPU engine; 0 is one for each core that this process may use.
@@ -51,6 +52,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     seed: int = 0
     num_threads: int = 0
     trust_remote_code: bool = False

@@ -1,11 +1,12 @@
-"""The engine: schedule a step, run it, commit its tokens. One thread calls it."""
+"""The engine: schedule a step, launch it, collect an earlier one, commit its tokens. One thread calls it."""
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
@@ -14,6 +15,7 @@ from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,10 @@ class EngineInfo:
 
 
 class Engine:
+    """async_scheduling: launch each step before the one before it is collected, so that the device never waits for the
+    host; tokens are read one step late, and a request that has stopped meanwhile loses its extra one.
+    """
+
     def __init__(
         self,
         runner: Runner,
@@ -43,8 +49,11 @@ class Engine:
         model_path: Path | None = None,
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
+        async_scheduling: bool = False,
     ) -> None:
         self.runner = runner
+        self._depth = 2 if async_scheduling else 1
+        self._launched: deque[tuple[StepPlan, Any]] = deque()  # with their tickets, or what went wrong in the launch
         info = runner.info
         # A sequence longer than the whole pool could never finish, however long it waited.
         longest = min(info.max_model_len, info.num_blocks * info.block_size)
@@ -89,9 +98,13 @@ class Engine:
         from engine.model_runner import ModelRunner
 
         path = resolve_model(config.model)
+        runner = ModelRunner.from_config(config, path)
+        asynchronous = config.async_scheduling
         return cls(
-            ModelRunner.from_config(config, path),
+            runner,
             model_path=path,
+            # On a CPU a launch returns when the step is done: nothing would overlap.
+            async_scheduling=runner.info.device != "cpu" if asynchronous is None else asynchronous,
             enable_chunked_prefill=config.enable_chunked_prefill,
             enable_prefix_caching=config.enable_prefix_caching,
         )
@@ -163,29 +176,70 @@ class Engine:
         return longest if params.max_tokens is None else min(longest, num_prompt + params.max_tokens)
 
     def abort(self, request_id: str) -> Finished | None:
-        """End a request wherever it is and free what it holds; None if it is not there (any more)."""
+        """End a request wherever it is; None if it is not there (any more).
+
+        What it holds is free at once, or when the last step in flight that names it has been collected.
+        """
         return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests)
+        return bool(self.scheduler.requests or self._launched)
 
     def step(self) -> StepOutput:
-        """Run one step and return its tokens.
+        """Launch the next step, if there is one, and return the tokens of the oldest one that is due.
 
         A step that fails ends its requests with an error and leaves the engine sound. Raises `EngineDeadError`
-        after several failures in a row, or when work is there that no step can be planned for.
+        after several failures in a row, when the runner is lost, or when work is there that no step can be planned for.
         """
         plan = self.scheduler.schedule()
-        if plan is None:
-            if self.has_work():
-                raise EngineDeadError("requests wait, but no step can be planned for them")
-            return StepOutput()
-        self._steps += 1
+        if plan is not None:
+            self._steps += 1
+            self._launched.append((plan, self._launch(plan)))
+            if len(self._launched) < self._depth:
+                return StepOutput()
+        if self._launched:
+            return self._collect()
+        if self.scheduler.requests:
+            raise EngineDeadError("requests wait, but no step can be planned for them")
+        return StepOutput()
+
+    def drain(self) -> None:
+        """Collect what is in flight and launch nothing; for a caller that has ended all requests."""
+        while self._launched:
+            self._collect()
+
+    def _let_pass(self) -> None:
+        """Wait until the device has done with what is in flight, whatever comes of it."""
+        while self._launched:
+            plan, ticket = self._launched.popleft()
+            try:
+                if not isinstance(ticket, Exception):
+                    self.runner.collect(ticket)
+            except EngineDeadError:
+                raise
+            except Exception:
+                logger.exception("step %d failed behind another", plan.step)
+
+    def _launch(self, plan: StepPlan) -> Any:
         try:
-            sampled = self.runner.collect(self.runner.launch(plan))
+            return self.runner.launch(plan)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # told when the step's turn comes: those before it are collected first
+            return error
+
+    def _collect(self) -> StepOutput:
+        plan, ticket = self._launched.popleft()
+        try:
+            if isinstance(ticket, Exception):
+                raise ticket
+            sampled = self.runner.collect(ticket)
+        except EngineDeadError:
+            raise
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             self._failed_steps += 1
+            self._let_pass()
             failed = self.scheduler.fail(plan, f"{type(error).__name__} in a step of the engine")
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed, the last by {error!r}") from error
@@ -216,4 +270,5 @@ class Engine:
         """End what still runs and free the model's memory."""
         for request_id in list(self.scheduler.requests):
             self.abort(request_id)
+        self._launched.clear()
         self.runner.close()

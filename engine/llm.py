@@ -15,7 +15,7 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.engine import Engine
-from engine.errors import InvalidRequestError
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.outputs import Finished, StepOutput
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -69,12 +69,13 @@ class LLM:
         assert self.engine.info.model_path is not None
         self.tokenizer = load_tokenizer(self.engine.info.model_path, config.trust_remote_code)
         self._ids = itertools.count()
+        self._closed = False
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer) -> Self:
         """An `LLM` over an engine that is there; `close` closes it."""
         llm = cls.__new__(cls)
-        llm.engine, llm.tokenizer, llm._ids = engine, tokenizer, itertools.count()
+        llm.engine, llm.tokenizer, llm._ids, llm._closed = engine, tokenizer, itertools.count(), False
         return llm
 
     def generate(
@@ -109,12 +110,11 @@ class LLM:
 
         `prompt` in the results is the formatted chat.
         """
-        chats: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         jobs = []
-        for index, chat in enumerate(chats):
+        for index, chat in enumerate(_listed_chats(messages)):
             with _naming(f"messages[{index}]"):
                 ids = self.tokenizer.apply_chat_template(
-                    [dict(message) for message in chat],
+                    _turns(chat),
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -124,7 +124,8 @@ class LLM:
         return self._run("messages", jobs, sampling_params, use_tqdm)
 
     def close(self) -> None:
-        """Free the model's memory; idempotent."""
+        """Free the model's memory; idempotent. Prompts after it raise `EngineDeadError`."""
+        self._closed = True
         self.engine.close()
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
@@ -151,6 +152,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        if self._closed:
+            raise EngineDeadError("this LLM has been closed: make a new one")
         params = _one_each(sampling_params, len(jobs))
         for index, ((_, ids), param) in enumerate(zip(jobs, params, strict=True)):
             with _naming(f"{name}[{index}]"):
@@ -165,13 +168,14 @@ class LLM:
                 for request in requests:
                     running[request.request_id] = request
                     self.engine.add_request(request.request_id, request.prompt_ids, request.params)
-                while running:
+                while self.engine.has_work():
                     for request in self._commit(self.engine.step(), running):
                         progress.add(len(request.prompt_ids), len(request.token_ids))
                     raise_if_interrupted()
             finally:
                 for request_id in running:
                     self.engine.abort(request_id)
+                self.engine.drain()
         return [request.result() for request in requests]
 
     def _commit(self, output: StepOutput, running: dict[str, "_Request"]) -> list["_Request"]:
@@ -221,7 +225,8 @@ class _Request:
         """Take new tokens; true if a stop string ended the text."""
         self.token_ids += token_ids
         stop_token_last = end is not None and end.stop_token_id is not None
-        self.texts.append(self.detokenizer.push(token_ids[:-1] if stop_token_last else token_ids))
+        hidden = stop_token_last and not self.params.include_stop_str_in_output
+        self.texts.append(self.detokenizer.push(token_ids[:-1] if hidden else token_ids))
         return self.detokenizer.stop_reason is not None
 
     def end(self, finished: Finished) -> None:
@@ -277,9 +282,31 @@ def _listed(prompts: Any) -> Sequence[Any]:
     return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
 
+def _listed_chats(messages: Any) -> Sequence[Any]:
+    """The chats as a list, where one came alone."""
+    if not isinstance(messages, Sequence):
+        raise InvalidRequestError(
+            f"messages is a list of messages or a list of such lists, not {type(messages).__name__}.", "messages"
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else messages
+
+
+def _turns(chat: Any) -> list[dict[str, Any]]:
+    if not isinstance(chat, Sequence) or not chat or not all(isinstance(message, Mapping) for message in chat):
+        raise InvalidRequestError(
+            "a chat is a list of messages, at least one, each of them a dict with role and content.", "messages"
+        )
+    return [dict(message) for message in chat]
+
+
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
+        raise InvalidRequestError(
+            f"sampling_params takes SamplingParams, one or a list of them, not {type(params).__name__}.",
+            "sampling_params",
+        )
     if len(params) != count:
         raise InvalidRequestError(
             f"sampling_params has {len(params)} entries for {count} prompts: give one for all, or one for each.",

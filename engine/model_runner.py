@@ -41,6 +41,8 @@ class ModelRunner:
         max_blocks = -(-info.max_model_len // info.block_size)
         self.block_tables = torch.zeros(info.max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self.sampler = Sampler(info.max_num_seqs, device)
+        # The token each row sampled last: the next step may be launched before the host has seen it.
+        self.last_tokens = torch.zeros(info.max_num_seqs, dtype=torch.int32, device=device)
 
     @classmethod
     def from_config(cls, config: EngineConfig, path: Path) -> Self:
@@ -120,14 +122,21 @@ class ModelRunner:
             max_query_len=int(np.diff(plan.query_start).max()),
             max_seq_len=int(plan.seq_lens.max()),
         )
+        token_ids = self._tensor(plan.token_ids)
+        if plan.pending is not None:
+            pending = self._tensor(plan.pending)
+            token_ids[query_start[1:][pending] - 1] = self.last_tokens[rows[pending]]
         positions = self._tensor(plan.positions).to(torch.int64)
-        hidden = self.model.forward(self._tensor(plan.token_ids), positions, self.caches, metadata)
+        hidden = self.model.forward(token_ids, positions, self.caches, metadata)
         if not len(plan.sample):  # chunks of prompts only
             return torch.empty(0, dtype=torch.int64)
         sample = self._tensor(plan.sample)
         logits = self.model.logits(hidden[query_start[1:][sample] - 1])
         forbidden = plan.forbidden and (self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1]))
-        return self.sampler(logits, rows[sample], seq_lens[sample].to(torch.int64), plan.mode, forbidden)
+        rows = rows[sample]
+        tokens = self.sampler(logits, rows, seq_lens[sample].to(torch.int64), plan.mode, forbidden)
+        self.last_tokens[rows] = tokens.to(torch.int32)
+        return tokens
 
     def collect(self, ticket: Tensor) -> NDArray[np.integer]:
         tokens: NDArray[np.integer] = ticket.cpu().numpy()

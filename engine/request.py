@@ -20,6 +20,7 @@ class Request:
     """What the scheduler knows of a request.
 
     token_ids: prompt and output while the request waits; while it runs, its row of the batch holds them.
+    rank, arrival: its place in the order of service, lower is earlier.
     limit: tokens (prompt and output) at which it ends by length.
     stop_ids: token ids that end it.
     hashes: digests of its full blocks as far as they have been computed.
@@ -35,6 +36,7 @@ class Request:
         "num_prompt",
         "params",
         "priority",
+        "rank",
         "request_id",
         "row",
         "salt",
@@ -68,6 +70,7 @@ class Request:
         self.priority = priority
         self.salt = salt
         self.arrival = 0
+        self.rank = 0.0
         self.row = -1
         self.status = Status.WAITING
         self.blocks: list[int] = []

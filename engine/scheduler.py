@@ -3,22 +3,34 @@
 There is one kind of step. A request knows `num_tokens` and has computed `num_computed` of them; a step gives it some
 of the difference, under one budget. Running requests come first, those that need one token (decodes) before those
 that need more (prompts, in chunks); then waiting requests are admitted while blocks, rows and budget last. When
-blocks run out, the newest request of the lowest priority is preempted: it gives all its blocks back and waits, and
-what it had is found again in the prefix cache or recomputed.
+blocks run out, the request that is last in the order of service is preempted: it gives all its blocks back and waits,
+and what it had is found again in the prefix cache or recomputed.
+
+A step may be planned while others are in flight (planned, not committed): a sampled token that is not known yet is
+planned for as PENDING. What ended meanwhile keeps its row and blocks until the last step that names it is settled.
+
+The order of service is first come, first served, with a head start of PRIORITY_S a level of priority. So a request
+that has waited long enough is ahead of every newcomer, whatever its priority: none starves.
 
 Pure bookkeeping on numpy arrays: no torch, no model; `commit` takes the sampled token ids.
 """
 
 import heapq
+import time
+from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Batch
+from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
 from engine.outputs import Finished, FinishReason, StepOutput
 from engine.request import Request, Status
 from engine.step import BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
+
+PRIORITY_S = 60.0
+"""Seconds of waiting that one level of priority is worth."""
 
 MAX_SKIPPED = 16
 """Waiting requests passed over in one step because their next block is being computed by another."""
@@ -35,6 +47,7 @@ class Scheduler:
         max_total_tokens: int,
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Every running request gets at least one token a step, so no more may run than the budget has tokens.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -45,10 +58,13 @@ class Scheduler:
         self.blocks = BlockManager(num_blocks, enable_prefix_caching)
         self.batch = Batch(self.max_num_seqs, max_total_tokens, block_size)
         self.requests: dict[str, Request] = {}
-        self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, arrival); aborted ones stay until met
+        self._clock = clock
+        self._waiting: list[tuple[float, int, Request]] = []  # heap by (rank, arrival); aborted ones stay until met
         self._num_waiting = 0
         self._running: list[Request] = []  # in order of admission
         self._order: Ints | None = None  # their rows; None when the list has changed
+        self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
+        self._ending: list[Request] = []  # ended, but named by a step in flight
         self._arrivals = 0
         self._steps = 0
         self._updates: list[tuple[int, int, int]] = []  # (row, column, block) since the last plan
@@ -64,6 +80,7 @@ class Scheduler:
         """Queue a request. Its length has been checked against `max_total_tokens`."""
         self._arrivals += 1
         request.arrival = self._arrivals
+        request.rank = self._clock() + PRIORITY_S * request.priority
         if self.blocks.enable_prefix_caching:
             request.extend_hashes(request.token_ids, self.block_size)
         self.requests[request.request_id] = request
@@ -80,13 +97,18 @@ class Scheduler:
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> Finished | None:
-        """End a request and give back all that it holds."""
+        """End a request. What it holds is given back now, or with the last step in flight that names it."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
+        num_known = len(request.token_ids)
         if request.status is Status.RUNNING:
-            self._leave(request)
-            self._running.remove(request)
+            num_known = int(self.batch.num_known[request.row])
+            self._stop_running(request)
+            if self.batch.in_flight[request.row]:
+                self._ending.append(request)
+            else:
+                self._release(request)
         else:
             self._num_waiting -= 1
         request.status = Status.FINISHED
@@ -94,11 +116,16 @@ class Scheduler:
             request_id=request_id,
             reason=reason,
             num_prompt_tokens=request.num_prompt,
-            num_output_tokens=len(request.token_ids) - request.num_prompt,
+            num_output_tokens=num_known - request.num_prompt,
             num_cached_tokens=request.num_cached_tokens or 0,
             stop_token_id=stop_token_id,
             error=error,
         )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are planned and not settled."""
+        return len(self._in_flight)
 
     @property
     def num_running(self) -> int:
@@ -118,33 +145,45 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None when nothing can run. `commit` must follow before the next call."""
+        """Plan the next step; None when there is nothing to run, or not before a step in flight is settled.
+
+        `commit` or `fail` must follow for each plan, in order.
+        """
         counts = np.zeros(len(self.batch.num_tokens), dtype=np.int32)
         budget = self._share_budget(counts)
         preemptions = self.num_preemptions
-        self._grow(counts)
+        if not self._grow(counts):
+            return None
         # What was just preempted would only come back to be preempted again.
         if self._num_waiting and budget > 0 and self.num_preemptions == preemptions:
             self._admit(counts, budget)
         rows = self._rows()
         rows = rows[counts[rows] > 0]
-        return self._plan(rows, counts[rows]) if len(rows) else None
+        if not len(rows):
+            return None
+        plan = self._plan(rows, counts[rows])
+        self._advance(plan, self._being_computed(counts))
+        return plan
 
     def commit(self, plan: StepPlan, sampled: NDArray[np.integer]) -> StepOutput:
-        """Take in a step's result. sampled: [K] token ids. Returns the tokens and the requests that ended."""
+        """Take in the oldest step's result. sampled: [K] token ids. Returns the tokens and the requests that ended."""
         batch = self.batch
-        rows = plan.rows
-        before = batch.num_computed[rows]
-        batch.num_computed[rows] = plan.seq_lens
-        first, last = before // self.block_size, plan.seq_lens // self.block_size
-        for i in np.flatnonzero(first != last).tolist():
-            self._register(int(rows[i]), int(first[i]), int(last[i]))
+        first = batch.num_settled[plan.rows] // self.block_size
+        last = plan.seq_lens // self.block_size
+        batch.num_settled[plan.rows] = plan.seq_lens
+        for i in np.flatnonzero((first != last) & batch.alive[plan.rows]).tolist():
+            self._register(int(plan.rows[i]), int(first[i]), int(last[i]))
+        self._settle(plan)
 
-        rows = rows[plan.sample]
+        rows = plan.rows[plan.sample]
+        positions = plan.seq_lens[plan.sample]
         ids = sampled.astype(np.int32, copy=False)
-        batch.tokens[rows, batch.num_tokens[rows]] = ids
-        batch.num_tokens[rows] += 1
-        num_tokens = batch.num_tokens[rows]
+        alive = batch.alive[rows]
+        if not alive.all():  # requests that ended while this step was in flight
+            rows, positions, ids = rows[alive], positions[alive], ids[alive]
+        batch.tokens[rows, positions] = ids
+        num_tokens = positions + 1
+        batch.num_known[rows] = num_tokens
         stopped = (batch.stop_ids[rows] == ids[:, None]).any(axis=1) & (num_tokens >= batch.stop_from[rows])
         output = StepOutput(batch.request_ids[rows].tolist(), ids.tolist())
         self.num_generated_tokens += len(ids)
@@ -158,24 +197,28 @@ class Scheduler:
         return output
 
     def fail(self, plan: StepPlan, error: str) -> list[Finished]:
-        """End the requests of a step whose result never came.
+        """End the requests of the oldest step, whose result never came. No other step may be on the device any more.
 
-        Nothing that others can see is lost: KV of the step has not been registered in the prefix cache, and a
-        cached block is never written.
+        Steps behind it built on it, and what it told the device may never have arrived; so their results are dropped,
+        and every other running request starts again from what is known of it. Nothing that others can see is lost: KV
+        of these steps has not been registered in the prefix cache, and a cached block is never written.
         """
-        failed = [self.finish(request_id, FinishReason.ERROR, error=error) for request_id in self.ids_of(plan)]
-        return [finished for finished in failed if finished is not None]
-
-    def ids_of(self, plan: StepPlan) -> list[str]:
         ids: list[str] = self.batch.request_ids[plan.rows].tolist()
-        return ids
+        while self._in_flight:
+            self._settle(self._in_flight[0][0])
+        failed = [self.finish(request_id, FinishReason.ERROR, error=error) for request_id in ids]
+        for request in list(self._running):
+            self._start_again(request)
+        return [finished for finished in failed if finished is not None]
 
     # -- inside a step ------------------------------------------------------------------------------------------
 
     def _share_budget(self, counts: Ints) -> int:
         """Give the running requests their tokens; returns what is left of the budget."""
         rows = self._rows()
-        need = self.batch.num_tokens[rows] - self.batch.num_computed[rows]
+        num_tokens = self.batch.num_tokens[rows]
+        need = num_tokens - self.batch.num_computed[rows]
+        need[num_tokens >= self.batch.limit[rows]] = 0  # the last token is on its way: nothing comes after it
         decodes = rows[need == 1]
         counts[decodes] = 1
         budget = self.budget - len(decodes)
@@ -192,8 +235,11 @@ class Scheduler:
             return need
         return budget if self.enable_chunked_prefill else 0
 
-    def _grow(self, counts: Ints) -> None:
-        """Find the blocks that the counted tokens need, by preemption if need be."""
+    def _grow(self, counts: Ints) -> bool:
+        """Find the blocks that the counted tokens need, by preemption if need be.
+
+        False if that must wait for steps in flight: blocks that they use cannot change hands.
+        """
         rows = self._rows()
         batch = self.batch
         blocks = (batch.num_computed[rows] + counts[rows] + self.block_size - 1) // self.block_size
@@ -203,9 +249,13 @@ class Scheduler:
             if request is None:  # preempted for a request before it
                 continue
             while request.status is Status.RUNNING and not self._fill(request, int(blocks[i])):
-                victim = max(self._running, key=lambda r: (r.priority, r.arrival))
+                if self._in_flight:
+                    return False
+                victim = max(self._running, key=lambda r: (r.rank, r.arrival))
                 counts[victim.row] = 0
-                self._preempt(victim)
+                self._start_again(victim)
+                self.num_preemptions += 1
+        return True
 
     def _fill(self, request: Request, num_blocks: int) -> bool:
         """Bring a request's table to `num_blocks`; False when the pool has no more."""
@@ -220,29 +270,33 @@ class Scheduler:
         request.blocks.append(block)
         self._updates.append((request.row, self.batch.append_block(request.row, block), block))
 
-    def _preempt(self, request: Request) -> None:
-        self._leave(request)
-        self._running.remove(request)
+    def _start_again(self, request: Request) -> None:
+        """Take everything from a running request but its tokens, and let it wait."""
+        self._stop_running(request)
+        self._release(request)
         self._wait(request)
-        self.num_preemptions += 1
 
-    def _leave(self, request: Request) -> None:
+    def _stop_running(self, request: Request) -> None:
+        self._running.remove(request)
+        self._order = None
+        self.batch.alive[request.row] = False
+
+    def _release(self, request: Request) -> None:
         """Give back the request's row and blocks."""
         if self._updates:  # the row may go to another request in this very step
             self._updates = [update for update in self._updates if update[0] != request.row]
         self.batch.remove(request)
         self.blocks.release(request.blocks)
         request.blocks = []
-        self._order = None
 
     def _wait(self, request: Request) -> None:
         request.status = Status.WAITING
-        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+        heapq.heappush(self._waiting, (request.rank, request.arrival, request))
         self._num_waiting += 1
 
     def _admit(self, counts: Ints, budget: int) -> None:
-        computing = self._being_computed(counts)
-        skipped: list[tuple[int, int, Request]] = []
+        computing = self._being_computed(counts).union(*(digests for _, digests in self._in_flight))
+        skipped: list[tuple[float, int, Request]] = []
         while self._waiting and self.batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
             entry = heapq.heappop(self._waiting)
             request = entry[2]
@@ -268,14 +322,16 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
 
     def _being_computed(self, counts: Ints) -> set[bytes]:
-        """Digests of the prompt blocks that running requests complete in this step."""
+        """Digests of the blocks that running requests complete in this step, as far as they are known before it."""
         computing: set[bytes] = set()
-        for row in np.flatnonzero(counts > 1).tolist():
+        if not self.blocks.enable_prefix_caching:
+            return computing
+        first = self.batch.num_computed // self.block_size
+        last = (self.batch.num_computed + counts) // self.block_size
+        for row in np.flatnonzero(first != last).tolist():
             request = self.batch.requests[row]
             assert request is not None
-            start = int(self.batch.num_computed[row])
-            end = start + int(counts[row])
-            computing.update(request.hashes[start // self.block_size : end // self.block_size])
+            computing.update(request.hashes[first[row] : last[row]])
         return computing
 
     def _fits(self, total: int, hits: list[int]) -> bool:
@@ -330,6 +386,8 @@ class Scheduler:
         blocks = batch.block_table[token_rows, positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + positions % self.block_size
         slots[positions < batch.num_reused[token_rows]] = -1
+        token_ids = batch.tokens[token_rows, positions]
+        pending = np.flatnonzero(token_ids[query_start[1:] - 1] == PENDING).astype(np.int32)
         sample = np.flatnonzero(seq_lens == batch.num_tokens[rows]).astype(np.int32)
         self._steps += 1
         updates, self._updates = self._updates, []
@@ -339,15 +397,40 @@ class Scheduler:
             rows=rows,
             query_start=query_start,
             seq_lens=seq_lens,
-            token_ids=batch.tokens[token_rows, positions],
+            token_ids=token_ids,
             positions=positions,
             slots=slots,
             sample=sample,
             mode=self._mode(rows[sample]),
             block_updates=BlockUpdates(table[:, 0], table[:, 1], table[:, 2]),
             new_rows=self._row_params(),
+            pending=pending if len(pending) else None,
             forbidden=self._forbidden(rows[sample]),
         )
+
+    def _advance(self, plan: StepPlan, computing: set[bytes]) -> None:
+        """Take the plan's effect for granted, so that the next one can be made."""
+        batch = self.batch
+        batch.num_computed[plan.rows] = plan.seq_lens
+        batch.in_flight[plan.rows] += 1
+        rows, positions = plan.rows[plan.sample], plan.seq_lens[plan.sample]
+        batch.tokens[rows, positions] = PENDING
+        batch.num_tokens[rows] = positions + 1
+        self._in_flight.append((plan, computing))
+
+    def _settle(self, plan: StepPlan) -> None:
+        """The oldest step in flight is over: release what ended and was named by no other."""
+        oldest, _ = self._in_flight.popleft()
+        assert oldest is plan, "steps are settled in the order of their plans"
+        self.batch.in_flight[plan.rows] -= 1
+        if self._ending:
+            still = []
+            for request in self._ending:
+                if self.batch.in_flight[request.row]:
+                    still.append(request)
+                else:
+                    self._release(request)
+            self._ending = still
 
     def _row_params(self) -> RowParams | None:
         if not self._new_rows:

@@ -52,6 +52,8 @@ class StepPlan:
     slots: [T] block x block_size + offset; -1 where the KV is in the cache already.
     sample: [K] indices into S. A sequence samples when this step computes the last of its known tokens; the
         sampled token's position is seq_lens.
+    pending: [P] indices into S: sequences whose last token of this step is the one that the step before sampled for
+        their row, and is known to the device alone.
     forbidden: index into K and token id, pairs whose logits are barred (stop tokens before min_tokens).
     """
 
@@ -66,6 +68,7 @@ class StepPlan:
     mode: SamplingMode
     block_updates: BlockUpdates
     new_rows: RowParams | None = None
+    pending: Ints | None = None
     forbidden: tuple[Ints, Ints] | None = None
 
     @property

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.engine import Engine
-from engine.runner import RunnerInfo
+from engine.runner import Runner, RunnerInfo
 from engine.step import StepPlan
 
 
@@ -87,6 +87,7 @@ class ShadowRunner:
         size = self.info.num_blocks * self.info.block_size
         self.slots: list[int | None] = [None] * size
         self.tables = np.full((self.info.max_num_seqs, -(-self.info.max_model_len // self.info.block_size)), -1)
+        self.last_tokens = np.full(self.info.max_num_seqs, -1)
         self.max_tokens_in_a_step = 0
         self.fail_next = False
 
@@ -100,7 +101,13 @@ class ShadowRunner:
         for i, row in enumerate(plan.rows.tolist()):
             for at in range(int(plan.query_start[i]), int(plan.query_start[i + 1])):
                 position = int(plan.positions[at])
-                value = digest(self._read(row, position - 1) if position else 0, int(plan.token_ids[at]))
+                token_id = int(plan.token_ids[at])
+                if token_id < 0:
+                    assert plan.pending is not None
+                    assert i in plan.pending
+                    assert at == plan.query_start[i + 1] - 1
+                    token_id = int(self.last_tokens[row])
+                value = digest(self._read(row, position - 1) if position else 0, token_id)
                 slot = int(plan.slots[at])
                 if slot < 0:
                     assert self._read(row, position) == value, "a slot said to be filled holds something else"
@@ -109,10 +116,12 @@ class ShadowRunner:
                     self.slots[slot] = value
         lengths = plan.seq_lens[plan.sample]
         rows = plan.rows[plan.sample]
-        return [
+        tokens = [
             self._read(row, length - 1) % self.info.vocab_size
             for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
         ]
+        self.last_tokens[rows] = tokens
+        return tokens
 
     def collect(self, ticket: list[int]) -> NDArray[np.integer]:
         return np.array(ticket, dtype=np.int64)
@@ -129,6 +138,26 @@ class ShadowRunner:
         value = self.slots[self._slot(row, position)]
         assert value is not None, "read before it was written"
         return value
+
+
+class LateRunner:
+    """A runner whose device is slow: a step begins only when its result is asked for.
+
+    So nothing that a launch needs may be changed between launch and collect, and nothing that it makes may be used.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.info = runner.info
+        self.runner = runner
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def collect(self, ticket: StepPlan) -> NDArray[np.integer]:
+        return self.runner.collect(self.runner.launch(ticket))
+
+    def close(self) -> None:
+        self.runner.close()
 
 
 def drain(engine: Engine, max_steps: int = 10_000) -> dict[str, list[int]]:

@@ -4,9 +4,17 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from app.openai.errors import ApiError
-from app.openai.requests import MAX_PROMPTS, ChatRequest, CompletionRequest, parse_chat, parse_completion
+from app.openai.requests import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+)
 from engine.errors import InvalidRequestError
 
 USER = {"role": "user", "content": "hi"}
@@ -47,6 +55,32 @@ def test_values_out_of_range_name_their_field(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         completion(**{name: value}).sampling_params()
     assert caught.value.param == name
+
+
+def test_min_tokens_without_any_token_to_make_are_refused() -> None:
+    assert "max_tokens, which is 0" in refusal(completion, max_tokens=0, min_tokens=3).message
+
+
+@pytest.mark.parametrize(("stop", "param"), [(5, "stop"), ([5], "stop[0]"), (["x"] * 129, "stop")])
+def test_stop_takes_a_string_or_a_short_list_of_them(stop: Any, param: str) -> None:
+    assert refusal(completion, stop=stop).param == param
+    assert completion(stop="x").stop == ["x"]
+    assert completion(stop=["x"] * 128).sampling_params().stop_strings == ("x",) * 128
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": "hi", "stop_token_ids": ["", ""]}),
+        (CompletionRequest, {"prompt": "hi", "stop": [0, 0]}),
+        (ChatRequest, {"messages": [0, 0]}),
+    ],
+)
+def test_only_the_first_bad_item_of_a_list_is_reported(model: type[GenerationRequest], body: dict[str, Any]) -> None:
+    # One error object for each would make gigabytes of the largest body that is taken.
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() == 1
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])

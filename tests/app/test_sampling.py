@@ -3,8 +3,11 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.app.conftest import Serve
 from tests.app.harness import Server
+from tests.tiny_models import VOCAB_SIZE
 
 
 async def text(server: Server, **body: Any) -> str:
@@ -39,3 +42,22 @@ async def test_seed_zero_is_a_seed(real: Serve) -> None:
         first, second = await text(server, seed=0), await text(server, seed=0)
         assert first == second
         assert len({await text(server) for _ in range(5)} | {first}) > 1
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"top_p": 1e-50},  # 0 in float32
+        {"min_tokens": 3, "stop_token_ids": list(range(VOCAB_SIZE))},  # no token is allowed at all
+        {"min_p": 1.0, "top_k": 1, "top_p": 1e-30, "temperature": 100.0},
+    ],
+)
+async def test_an_extreme_request_harms_neither_the_engine_nor_its_neighbours(real: Serve, extreme: Any) -> None:
+    async with real() as server:
+        alone = (await server.complete("hello", temperature=0, max_tokens=12, ignore_eos=True)).json()
+        beside, extreme_answer = await asyncio.gather(
+            server.complete("hello", temperature=0, max_tokens=12, ignore_eos=True),
+            server.complete("hello", max_tokens=8, seed=1, **extreme),
+        )
+        assert extreme_answer.status_code == 200
+        assert beside.json()["choices"] == alone["choices"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
 import app
 from app.building import gpus_to_ask_for
 from app.settings import OTHER_VARIABLES, Settings, load_settings
-from engine.config import EngineConfig
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,19 @@ def test_the_served_name_gives_no_folders_away() -> None:
     assert load_settings({"model": "/srv/tiny", "served_model_name": "mine"}, {}).public_model_name == "mine"
 
 
+def test_a_path_means_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path / "tiny")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for model in (".", "./", "../tiny", "../tiny/", "~/tiny"):
+        settings = load_settings({"model": model}, {})
+        assert settings.engine_config().model == str(tmp_path / "tiny")
+        assert settings.public_model_name == "tiny"
+    assert load_settings({}, {"NANOSERVE_MODEL": "./no.gguf"}).engine_config().model == str(Path("no.gguf").absolute())
+    for model in (DEFAULT_MODEL, "org/name"):
+        assert load_settings({"model": model}, {}).engine_config().model == model
+
+
 def test_no_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.building._count_gpus", lambda: 0)
     assert (gpus_to_ask_for("auto"), gpus_to_ask_for("cpu")) == (0, 0)
@@ -117,6 +132,43 @@ def test_ray_configs_are_valid(file: Path) -> None:
     config = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text()))
     for application in config.applications:
         load_settings(application.args, {})
+
+
+def test_a_second_server_on_the_same_port_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from app import cli
+
+    warnings: list[str] = []
+    started: list[list[str]] = []
+    monkeypatch.setattr("app.building.logger.warning", warnings.append)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr(cli, "_build", lambda model: None)
+    monkeypatch.setattr("os.execv", lambda path, arguments: started.append(arguments))
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        monkeypatch.setattr("app.building.HTTPOptions", lambda: HTTPOptions(port=port))
+        app.build({})
+        assert f"127.0.0.1:{port}" in warnings.pop()
+        assert cli.main(["serve"]) == 2
+        assert f"127.0.0.1:{port}" in capsys.readouterr().err
+    app.build({})
+    assert not warnings
+    assert cli.main(["serve"]) == 0
+    assert len(started) == 1
+
+
+def test_the_command_refuses_an_instruction_set_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from app.cli import main
+    from kernels import cpu_ops
+
+    monkeypatch.setattr(cpu_ops, "load", cpu_ops.load.__wrapped__)
+    monkeypatch.setenv("NANOSERVE_CPU_ISA", "sse9")
+    assert main(["build"]) == 2
+    assert "sse9" in capsys.readouterr().err
 
 
 def test_the_command_refuses_bad_settings_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

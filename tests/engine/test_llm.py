@@ -131,6 +131,18 @@ def test_bad_chat_is_named(llm: LLM) -> None:
         llm.chat([good, [{"role": "robot", "content": "b"}]], GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize("messages", ["hello", None, 5, [[]], [None], [["hello"]], [5], [{"role": "user"}, "hello"]])
+def test_what_is_no_chat_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"list of messages|refused the messages"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, [{"temperature": 0.0}], [None], "greedy", 5])
+def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="sampling_params takes SamplingParams"):
+        llm.generate(["a"], params, use_tqdm=False)
+
+
 def test_number_of_sampling_params_must_match(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="2 entries for 3 prompts"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY], use_tqdm=False)
@@ -194,6 +206,13 @@ def test_eos_and_stop_tokens_end_without_text(last: int, stop_reason: int | None
     assert result.outputs[0].token_ids == answer
 
 
+def test_a_stop_token_is_text_where_that_is_asked_for() -> None:
+    llm, _ = scripted([*ids("ab"), 90, 50])
+    params = SamplingParams(stop_token_ids=[90], include_stop_str_in_output=True)
+    (result,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert facts(result) == (tokenizer().decode([*ids("ab"), 90]), "stop", 90)
+
+
 def test_second_of_several_eos_ids_ends_without_text() -> None:
     llm, _ = scripted([*ids("ab"), 77, *ids("c")], eos_token_ids=(EOS, 77))
     (result,) = llm.generate(PROMPT, SamplingParams(), use_tqdm=False)
@@ -242,6 +261,14 @@ def test_failed_step_ends_its_requests_only() -> None:
     results = llm.generate(prompts, SamplingParams(max_tokens=6), use_tqdm=False)
     assert [facts(r)[:2] for r in results] == [("aa", "error")] * 8 + [("aaaaaa", "length")] * 4
     assert llm.engine.stats().live_blocks == 0
+
+
+def test_a_closed_llm_says_so() -> None:
+    llm, _ = scripted(ids("ab"))
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate("a", use_tqdm=False)
 
 
 def test_dead_engine_raises_and_leaves_nothing() -> None:

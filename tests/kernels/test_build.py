@@ -89,6 +89,9 @@ def test_a_compiler_that_fails_is_one_warning_with_its_words(cache, tmp_path, mo
 
 
 def test_no_compiler_names_what_was_looked_for(cache, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "'unclosed")
+    with pytest.raises(build.BuildError, match="unclosed"):
+        build._compiler()
     monkeypatch.setenv("CXX", "no-such-compiler --flag")
     assert build.ensure_built() is None
     assert "no-such-compiler" in caplog.text

@@ -62,6 +62,7 @@ def test_filters_keep_what_they_say() -> None:
     assert keep(p, top_p=0.75) == [1, 2, 3]
     assert keep(p, min_p=0.5) == [1, 3]
     assert keep(p, top_p=1e-9) == [3]
+    assert keep(p, top_p=1e-50) == [3]  # 0 in float32
     # top_p counts within what top_k leaves: 0.4 / 0.7 is below 0.6
     assert keep(p, top_k=2, top_p=0.6) == [1, 3]
     assert keep(p, top_k=2, top_p=0.55) == [3]
@@ -87,3 +88,10 @@ def test_barred_tokens_are_never_drawn_even_by_the_largest_number() -> None:
     largest = torch.tensor([1 - 2.0**-24])
     assert draw(logits, largest).item() == 1
     assert draw(logits.flip(-1), torch.tensor([0.0])).item() == 2
+
+
+def test_a_row_without_a_distribution_still_gives_an_id_of_the_vocabulary() -> None:
+    logits = torch.tensor([[-torch.inf] * 4, [1.0, torch.nan, 0.0, 2.0], [0.0, 0.0, 5.0, 0.0]])
+    tokens = draw(logits, torch.tensor([0.5, 0.5, 0.5])).tolist()
+    assert all(0 <= token < 4 for token in tokens)
+    assert tokens[2] == 2

@@ -1,0 +1,152 @@
+"""Random lives of an engine: adds, chunks, preemptions, failures, and aborts at any point.
+
+Each KV slot holds a hash of its prefix and every read is checked (`tests.scripted.ShadowRunner`). A failing run prints
+the shortest sequence of calls that Hypothesis can find. `pytest --hypothesis-profile=thorough` runs thousands.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.engine import Engine
+from engine.outputs import FinishReason, StepOutput
+from engine.sampling_params import SamplingParams
+from tests.scripted import LateRunner, ShadowRunner, shadow_continuation
+
+VOCAB = 384
+SHARED = [(3 + 7 * i) % VOCAB for i in range(24)]
+
+
+class Lives(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.sampled_from([4, 8, 12, 40]),
+        max_num_seqs=st.sampled_from([1, 3, 8]),
+        budget=st.sampled_from([1, 3, 7, 16, 100]),
+        caching=st.sampled_from([True, True, False]),
+        chunked=st.sampled_from([True, True, False]),
+        mode=st.sampled_from(["step by step", "two in flight", "late device"]),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, budget: int, caching: bool, chunked: bool, mode: str) -> None:
+        self.runner = ShadowRunner(
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=64,
+            eos_token_ids=(),
+        )
+        self.engine = Engine(
+            LateRunner(self.runner) if mode == "late device" else self.runner,
+            enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked,
+            async_scheduling=mode != "step by step",
+        )
+        self.count = 0
+        self.wanted: dict[str, list[int]] = {}
+        self.got: dict[str, list[int]] = {}
+        self.cut: set[str] = set()
+        self.ended: set[str] = set()
+
+    @rule(
+        shared=st.integers(0, 24),
+        own=st.lists(st.integers(0, 3), max_size=12),
+        num_outputs=st.integers(1, 30),
+        copies=st.integers(1, 3),
+        resumed_after=st.integers(0, 5),
+        stop_after=st.none() | st.integers(1, 8),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from([None, None, "salt"]),
+    )
+    def add(
+        self,
+        shared: int,
+        own: list[int],
+        num_outputs: int,
+        copies: int,
+        resumed_after: int,
+        stop_after: int | None,
+        priority: int,
+        salt: str | None,
+    ) -> None:
+        longest = self.engine.info.max_total_tokens
+        prompt = (SHARED[:shared] + own or [1])[: longest - 1]
+        whole = shadow_continuation(prompt, min(num_outputs, longest - len(prompt)), VOCAB)
+        known = min(resumed_after, len(whole) - 1)
+        stop_ids: tuple[int, ...] = ()
+        if stop_after is not None and known + stop_after <= len(whole):
+            stop_ids = (whole[known + stop_after - 1],)
+            first = next(i for i, token_id in enumerate(whole) if i >= known and token_id in stop_ids)
+            whole = whole[: first + 1]
+        params = SamplingParams(temperature=0.0, max_tokens=num_outputs, stop_token_ids=stop_ids)
+        for _ in range(copies):
+            name = str(self.count)
+            self.count += 1
+            self.engine.add_request(name, prompt, params, whole[:known], priority=priority, cache_salt=salt)
+            self.wanted[name] = whole[known:]
+            self.got[name] = []
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.take(self.engine.step())
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.wanted, key=int)))
+        finished = self.engine.abort(name)
+        assert (finished is None) == (name in self.ended)
+        if finished is not None:
+            assert finished.num_output_tokens >= len(self.got[name])
+            self.ended.add(name)
+            self.cut.add(name)
+
+    @precondition(lambda self: self.engine._failed_steps == 0)  # several in a row end the engine, as they should
+    @rule()
+    def fail_a_step(self) -> None:
+        self.runner.fail_next = True
+        self.take(self.engine.step())
+        self.runner.fail_next = False
+
+    def take(self, output: StepOutput) -> None:
+        for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            assert name not in self.ended, "a token after the end"
+            self.got[name].append(token_id)
+        for finished in output.finished:
+            assert finished.request_id not in self.ended, "ended twice"
+            self.ended.add(finished.request_id)
+            if finished.reason is FinishReason.ERROR:
+                self.cut.add(finished.request_id)
+            else:
+                assert self.got[finished.request_id] == self.wanted[finished.request_id]
+
+    @invariant()
+    def books_balance(self) -> None:
+        blocks = self.engine.scheduler.blocks
+        assert blocks.num_live + blocks.num_cached + blocks.num_free == blocks.num_blocks
+        assert 0 <= self.engine.stats().slots_used <= blocks.num_live * self.engine.info.block_size
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.runner.fail_next = False
+        for _ in range(5000):
+            if not self.engine.has_work():
+                break
+            self.take(self.engine.step())
+        assert not self.engine.has_work(), "requests that never end"
+        for name, wanted in self.wanted.items():
+            got = self.got[name]
+            assert got == (wanted[: len(got)] if name in self.cut else wanted)
+        stats = self.engine.stats()
+        assert stats.live_blocks == 0
+        assert stats.num_waiting == stats.num_running == 0
+        assert self.engine.scheduler.batch.num_free_rows == self.engine.info.max_num_seqs
+
+
+_QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": False}
+settings.register_profile("thorough", max_examples=3000, stateful_step_count=60, **_QUIET)
+settings.register_profile("normal", max_examples=60, stateful_step_count=40, **_QUIET)
+if settings._current_profile != "thorough":
+    settings.load_profile("normal")
+
+TestLives = Lives.TestCase
