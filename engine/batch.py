@@ -52,6 +52,8 @@ class Batch:
         self.min_p = np.zeros(rows, dtype=np.float32)
         self.top_k = np.zeros(rows, dtype=np.int32)
         self.seed = np.zeros(rows, dtype=np.int64)
+        # Running requests that sample at random, that filter, that have a min_tokens: none of a kind, no work for it.
+        self.num_random = self.num_filtered = self.num_held = 0
         self.request_ids = np.full(rows, "", dtype=object)
         self.requests: list[Request | None] = [None] * rows
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -87,11 +89,13 @@ class Batch:
         self.request_ids[row] = request.request_id
         self.requests[row] = request
         request.row = row
+        self._count(request, 1)
         return row
 
     def remove(self, request: Request) -> None:
         """Take the request's tokens back out of its row and free the row, which no launched step may name."""
         row = request.row
+        self._count(request, -1)
         request.token_ids = self.tokens[row, : self.num_known[row]].copy()
         request.row = -1
         self.requests[row] = None
@@ -99,6 +103,13 @@ class Batch:
         self.num_tokens[row] = self.num_known[row] = self.num_computed[row] = 0
         self.alive[row] = False
         self._free_rows.append(row)
+
+    def _count(self, request: Request, by: int) -> None:
+        params = request.params
+        self.num_held += by * (params.min_tokens > 0)
+        if not params.greedy:
+            self.num_random += by
+            self.num_filtered += by * (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
     def append_block(self, row: int, block: int) -> int:
         """Add a block to the row's table; returns its column."""

@@ -24,14 +24,17 @@ def block_hashes(
 
     `parent`: the digest of the block before the first one given, for extending a chain.
     """
-    digest = parent if parent is not None else root_hash(salt)
     ids = array("i", token_ids)
     if byteorder == "big":
         ids.byteswap()
-    data = memoryview(ids).cast("B")
-    step = block_size * ids.itemsize
+    return chain(ids.tobytes(), block_size, root_hash(salt) if parent is None else parent)
+
+
+def chain(data: bytes, block_size: int, parent: bytes) -> list[bytes]:
+    """As `block_hashes`, of token ids that are little-endian int32 already."""
+    step = 4 * block_size
     hashes = []
     for start in range(0, len(data) - step + 1, step):
-        digest = blake2b(digest + bytes(data[start : start + step]), digest_size=DIGEST_BYTES).digest()
-        hashes.append(digest)
+        parent = blake2b(parent + data[start : start + step], digest_size=DIGEST_BYTES).digest()
+        hashes.append(parent)
     return hashes

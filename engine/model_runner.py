@@ -17,9 +17,10 @@ from engine.memory import GIB, num_kv_blocks
 from engine.model_config import ModelConfig, load_model_config
 from engine.models.decoder import Decoder
 from engine.runner import RunnerInfo
-from engine.sampler import Sampler
+from engine.sampler import sample
 from engine.step import StepPlan
-from kernels.attention import AttentionBackend, AttentionMetadata, select_backend
+from engine.step_inputs import DeviceRows
+from kernels.attention import AttentionBackend, select_backend
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,7 @@ class ModelRunner:
             backend.kv_cache(info.num_blocks, info.block_size, config.num_kv_heads, config.head_dim, dtype, device)
             for _ in range(config.num_layers)
         ]
-        max_blocks = -(-info.max_model_len // info.block_size)
-        self.block_tables = torch.zeros(info.max_num_seqs, max_blocks, dtype=torch.int32, device=device)
-        self.sampler = Sampler(info.max_num_seqs, device)
-        # The token each row sampled last: the next step may be launched before the host has seen it.
-        self.last_tokens = torch.zeros(info.max_num_seqs, dtype=torch.int32, device=device)
+        self.rows = DeviceRows(info, device)
 
     @classmethod
     def from_config(cls, config: EngineConfig, path: Path) -> Self:
@@ -109,33 +106,13 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Tensor:
         """Start a step; the ticket is the tensor of its token ids [K]."""
-        self._update_rows(plan)
-        rows = self._tensor(plan.rows)
-        query_start = self._tensor(plan.query_start)
-        seq_lens = self._tensor(plan.seq_lens)
-        metadata = AttentionMetadata(
-            query_start=query_start,
-            seq_lens=seq_lens,
-            block_tables=self.block_tables,
-            rows=rows,
-            slots=self._tensor(plan.slots),
-            max_query_len=int(np.diff(plan.query_start).max()),
-            max_seq_len=int(plan.seq_lens.max()),
-        )
-        token_ids = self._tensor(plan.token_ids)
-        if plan.pending is not None:
-            pending = self._tensor(plan.pending)
-            token_ids[query_start[1:][pending] - 1] = self.last_tokens[rows[pending]]
-        positions = self._tensor(plan.positions).to(torch.int64)
-        hidden = self.model.forward(token_ids, positions, self.caches, metadata)
+        inputs = self.rows.inputs(plan)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, self.caches, inputs.metadata)
         if not len(plan.sample):  # chunks of prompts only
             return torch.empty(0, dtype=torch.int64)
-        sample = self._tensor(plan.sample)
-        logits = self.model.logits(hidden[query_start[1:][sample] - 1])
-        forbidden = plan.forbidden and (self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1]))
-        rows = rows[sample]
-        tokens = self.sampler(logits, rows, seq_lens[sample].to(torch.int64), plan.mode, forbidden)
-        self.last_tokens[rows] = tokens.to(torch.int32)
+        logits = self.model.logits(hidden[inputs.sample_at])
+        tokens = sample(logits, inputs, self.rows, plan.mode)
+        self.rows.last_tokens[inputs.sample_rows] = tokens
         return tokens
 
     def collect(self, ticket: Tensor) -> NDArray[np.integer]:
@@ -144,17 +121,6 @@ class ModelRunner:
 
     def close(self) -> None:
         self.caches = []
-
-    def _update_rows(self, plan: StepPlan) -> None:
-        updates = plan.block_updates
-        if len(updates.rows):
-            where = (self._tensor(updates.rows), self._tensor(updates.columns))
-            self.block_tables[where] = self._tensor(updates.blocks)
-        if plan.new_rows is not None:
-            self.sampler.set_rows(plan.new_rows)
-
-    def _tensor(self, array: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -6,7 +6,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_hash import block_hashes
+from engine.block_hash import chain, root_hash
 from engine.sampling_params import SamplingParams
 
 
@@ -81,5 +81,5 @@ class Request:
         """Add the digests of the full blocks of `token_ids` that have none yet (the prompt's may have come along)."""
         start = len(self.hashes) * block_size
         if len(token_ids) - start >= block_size:
-            parent = self.hashes[-1] if self.hashes else None
-            self.hashes += block_hashes(token_ids[start:].tolist(), block_size, self.salt, parent)
+            parent = self.hashes[-1] if self.hashes else root_hash(self.salt)
+            self.hashes += chain(token_ids[start:].astype("<i4", copy=False).tobytes(), block_size, parent)

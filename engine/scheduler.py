@@ -67,6 +67,7 @@ class Scheduler:
         self._ending: list[Request] = []  # ended, but named by a step in flight
         self._arrivals = 0
         self._steps = 0
+        self._arange = np.arange(self.max_num_seqs + 1, dtype=np.int32)
         self._updates: list[tuple[int, int, int]] = []  # (row, column, block) since the last plan
         self._new_rows: list[int] = []
         self.num_preemptions = 0
@@ -135,6 +136,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         return self._num_waiting
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a running request has more than its newest token to compute."""
+        rows = self._rows()
+        return bool((self.batch.num_tokens[rows] - self.batch.num_computed[rows] > 1).any())
+
     def slots_used(self) -> int:
         """KV slots in live blocks that hold a token. Only a request's last block, its own alone, can be part empty."""
         rows = self._rows()
@@ -162,7 +169,7 @@ class Scheduler:
         if not len(rows):
             return None
         plan = self._plan(rows, counts[rows])
-        self._advance(plan, self._being_computed(counts))
+        self._advance(plan)
         return plan
 
     def commit(self, plan: StepPlan, sampled: NDArray[np.integer]) -> StepOutput:
@@ -295,7 +302,10 @@ class Scheduler:
         self._num_waiting += 1
 
     def _admit(self, counts: Ints, budget: int) -> None:
-        computing = self._being_computed(counts).union(*(digests for _, digests in self._in_flight))
+        running = self._rows()
+        begin = self.batch.num_computed[running]
+        computing = self._being_computed(running, begin, begin + counts[running])
+        computing.update(*(digests for _, digests in self._in_flight))
         skipped: list[tuple[float, int, Request]] = []
         while self._waiting and self.batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
             entry = heapq.heappop(self._waiting)
@@ -321,17 +331,15 @@ class Scheduler:
         for entry in skipped:
             heapq.heappush(self._waiting, entry)
 
-    def _being_computed(self, counts: Ints) -> set[bytes]:
-        """Digests of the blocks that running requests complete in this step, as far as they are known before it."""
+    def _being_computed(self, rows: Ints, start: Ints, end: Ints) -> set[bytes]:
+        """Digests of the blocks that `rows` complete on their way from `start` to `end` tokens, as far as known."""
         computing: set[bytes] = set()
-        if not self.blocks.enable_prefix_caching:
-            return computing
-        first = self.batch.num_computed // self.block_size
-        last = (self.batch.num_computed + counts) // self.block_size
-        for row in np.flatnonzero(first != last).tolist():
-            request = self.batch.requests[row]
-            assert request is not None
-            computing.update(request.hashes[first[row] : last[row]])
+        if self.blocks.enable_prefix_caching:
+            first, last = start // self.block_size, end // self.block_size
+            for i in np.flatnonzero(first != last).tolist():
+                request = self.batch.requests[rows[i]]
+                assert request is not None
+                computing.update(request.hashes[first[i] : last[i]])
         return computing
 
     def _fits(self, total: int, hits: list[int]) -> bool:
@@ -375,23 +383,26 @@ class Scheduler:
         batch = self.batch
         start = batch.num_computed[rows]
         seq_lens = start + counts
-        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        if query_start[-1] == len(rows):  # all decodes
+        last_positions = batch.num_tokens[rows] - 1
+        if (counts == 1).all():
+            query_start = self._arange[: len(rows) + 1]
             token_rows, positions = rows, start
         else:
+            query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(counts, out=query_start[1:])
             token_rows = np.repeat(rows, counts)
             offsets = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1], counts)
             positions = np.repeat(start, counts) + offsets
         blocks = batch.block_table[token_rows, positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + positions % self.block_size
-        slots[positions < batch.num_reused[token_rows]] = -1
+        if self._new_rows:  # only a request that is new here can begin among tokens that it took from the cache
+            slots[positions < batch.num_reused[token_rows]] = -1
         token_ids = batch.tokens[token_rows, positions]
-        pending = np.flatnonzero(token_ids[query_start[1:] - 1] == PENDING).astype(np.int32)
-        sample = np.flatnonzero(seq_lens == batch.num_tokens[rows]).astype(np.int32)
+        pending = None
+        if self._in_flight:
+            pending = np.flatnonzero(token_ids[query_start[1:] - 1] == PENDING).astype(np.int32)
+        sample = np.flatnonzero(seq_lens > last_positions).astype(np.int32)
         self._steps += 1
-        updates, self._updates = self._updates, []
-        table = np.array(updates, dtype=np.int32).reshape(-1, 3)
         return StepPlan(
             step=self._steps,
             rows=rows,
@@ -401,16 +412,17 @@ class Scheduler:
             positions=positions,
             slots=slots,
             sample=sample,
-            mode=self._mode(rows[sample]),
-            block_updates=BlockUpdates(table[:, 0], table[:, 1], table[:, 2]),
+            mode=self._mode(),
+            block_updates=self._block_updates(),
             new_rows=self._row_params(),
-            pending=pending if len(pending) else None,
+            pending=pending if pending is not None and len(pending) else None,
             forbidden=self._forbidden(rows[sample]),
         )
 
-    def _advance(self, plan: StepPlan, computing: set[bytes]) -> None:
+    def _advance(self, plan: StepPlan) -> None:
         """Take the plan's effect for granted, so that the next one can be made."""
         batch = self.batch
+        computing = self._being_computed(plan.rows, batch.num_computed[plan.rows], plan.seq_lens)
         batch.num_computed[plan.rows] = plan.seq_lens
         batch.in_flight[plan.rows] += 1
         rows, positions = plan.rows[plan.sample], plan.seq_lens[plan.sample]
@@ -447,21 +459,29 @@ class Scheduler:
             batch.seed[rows],
         )
 
-    def _mode(self, rows: Ints) -> SamplingMode:
+    def _block_updates(self) -> BlockUpdates:
+        if not self._updates:
+            return _NO_UPDATES
+        table = np.array(self._updates, dtype=np.int32)
+        self._updates = []
+        return BlockUpdates(table[:, 0], table[:, 1], table[:, 2])
+
+    def _mode(self) -> SamplingMode:
         batch = self.batch
-        if (batch.stop_from[rows] > batch.num_tokens[rows] + 1).any():
+        if batch.num_filtered:
             return SamplingMode.FULL
-        random = batch.temperature[rows] > 0
-        if not random.any():
-            return SamplingMode.GREEDY
-        filtered = (batch.top_k[rows] > 0) | (batch.top_p[rows] < 1) | (batch.min_p[rows] > 0)
-        return SamplingMode.FULL if (filtered & random).any() else SamplingMode.PLAIN
+        return SamplingMode.PLAIN if batch.num_random else SamplingMode.GREEDY
 
     def _forbidden(self, rows: Ints) -> tuple[Ints, Ints] | None:
         """Stop tokens are barred where the next token comes before min_tokens."""
+        if not self.batch.num_held:
+            return None
         early = np.flatnonzero(self.batch.stop_from[rows] > self.batch.num_tokens[rows] + 1)
         if not len(early):
             return None
         ids = self.batch.stop_ids[rows[early]]
         at, column = np.nonzero(ids >= 0)
         return early[at].astype(np.int32), ids[at, column]
+
+
+_NO_UPDATES = BlockUpdates(*(np.empty(0, dtype=np.int32) for _ in range(3)))

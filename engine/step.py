@@ -17,7 +17,7 @@ class SamplingMode(IntEnum):
     PLAIN = 1
     """Some rows draw from the whole distribution."""
     FULL = 2
-    """Some rows filter the distribution (top_k, top_p, min_p) or forbid tokens."""
+    """Some rows filter the distribution (top_k, top_p, min_p)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from engine.step import StepPlan
 from engine.tokenizer import load_tokenizer
 from tests import reference, tiny_models
 from tests.engine.build import build_engine
-from tests.scripted import drain
+from tests.scripted import LateRunner, drain
 
 MODELS = ("llama", "llama_tied", "qwen3")
 PROMPTS = [[(3 + 5 * i + 11 * j) % 380 + 3 for j in range(length)] for i, length in enumerate((1, 15, 16, 17, 33, 50))]
@@ -85,6 +85,13 @@ CONDITIONS = {
     "no prefix cache": {"enable_prefix_caching": False},
     "a pool that preempts": {"num_gpu_blocks_override": 9, "max_model_len": 120},
     "blocks of 32": {"block_size": 32},
+    "two in flight": {"async_scheduling": True},
+    "two in flight, late": {"async_scheduling": True},
+    "two in flight, a pool that preempts": {
+        "async_scheduling": True,
+        "num_gpu_blocks_override": 9,
+        "max_model_len": 120,
+    },
 }
 
 
@@ -104,6 +111,8 @@ def test_the_same_tokens_under_every_condition(folders: dict[str, Path], conditi
     if not sampled:
         assert expected["3"] == reference.greedy(folder, PROMPTS[3], 40)
     engine = build_engine(folder, **CONDITIONS[condition])
+    if "late" in condition:
+        engine.runner = LateRunner(engine.runner)
     for attempt in ("cold", "warm"):
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(f"{attempt} {i}", prompt, params[i])

@@ -4,7 +4,6 @@ Each KV slot holds a hash of its prefix and every read is checked (`tests.script
 the shortest sequence of calls that Hypothesis can find. `pytest --hypothesis-profile=thorough` runs thousands.
 """
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -142,11 +141,5 @@ class Lives(RuleBasedStateMachine):
         assert stats.num_waiting == stats.num_running == 0
         assert self.engine.scheduler.batch.num_free_rows == self.engine.info.max_num_seqs
 
-
-_QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": False}
-settings.register_profile("thorough", max_examples=3000, stateful_step_count=60, **_QUIET)
-settings.register_profile("normal", max_examples=60, stateful_step_count=40, **_QUIET)
-if settings._current_profile != "thorough":
-    settings.load_profile("normal")
 
 TestLives = Lives.TestCase

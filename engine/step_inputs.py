@@ -1,0 +1,97 @@
+"""A step's plan as tensors on the device, and the rows that stay there between steps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.runner import RunnerInfo
+from engine.step import RowParams, StepPlan
+from kernels.attention import AttentionMetadata
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What forward and sampling read. T tokens; K sequences that sample, by row, last token and position to come.
+
+    token_ids, positions: [T] int64. sample_rows, sample_at, sample_positions: [K] int64; sample_at indexes T.
+    forbidden: index into K and token id, [F] each.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
+    sample_rows: Tensor
+    sample_at: Tensor
+    sample_positions: Tensor
+    forbidden: tuple[Tensor, Tensor] | None
+
+
+class DeviceRows:
+    """The device's half of the persistent batch: R rows that a plan changes by differences.
+
+    block_tables: int32 [R, max_blocks].
+    last_tokens: int64 [R], the token each row sampled last: the next step may start before the host has seen it.
+    temperature, top_p, min_p: float32 [R]; top_k: int32 [R]; seed: int64 [R].
+    """
+
+    def __init__(self, info: RunnerInfo, device: torch.device) -> None:
+        rows = info.max_num_seqs
+        self.device = device
+        self.block_tables = torch.zeros(
+            rows, -(-info.max_model_len // info.block_size), dtype=torch.int32, device=device
+        )
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """Apply the plan's differences and make its tensors."""
+        updates = plan.block_updates
+        if len(updates.rows):
+            self.block_tables[self._tensor(updates.rows), self._tensor(updates.columns)] = self._tensor(updates.blocks)
+        if plan.new_rows is not None:
+            self._set_params(plan.new_rows)
+        # Small index arithmetic is done before the transfer: numpy's calls cost a fraction of torch's.
+        last = plan.query_start[1:] - 1
+        token_ids = self._tensor(plan.token_ids.astype(np.int64))
+        if plan.pending is not None:
+            rows = self._tensor(plan.rows[plan.pending])
+            token_ids[self._tensor(last[plan.pending])] = self.last_tokens[rows]
+        metadata = AttentionMetadata(
+            query_start=self._tensor(plan.query_start),
+            seq_lens=self._tensor(plan.seq_lens),
+            block_tables=self.block_tables,
+            rows=self._tensor(plan.rows),
+            slots=self._tensor(plan.slots),
+            max_query_len=int((plan.query_start[1:] - plan.query_start[:-1]).max()),
+            max_seq_len=int(plan.seq_lens.max()),
+        )
+        return StepInputs(
+            token_ids=token_ids,
+            positions=self._tensor(plan.positions.astype(np.int64)),
+            metadata=metadata,
+            sample_rows=self._tensor(plan.rows[plan.sample].astype(np.int64)),
+            sample_at=self._tensor(last[plan.sample].astype(np.int64)),
+            sample_positions=self._tensor(plan.seq_lens[plan.sample].astype(np.int64)),
+            forbidden=None
+            if plan.forbidden is None
+            else (self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1])),
+        )
+
+    def _set_params(self, new: RowParams) -> None:
+        rows = self._tensor(new.rows)
+        self.temperature[rows] = self._tensor(new.temperature)
+        self.top_p[rows] = self._tensor(new.top_p)
+        self.min_p[rows] = self._tensor(new.min_p)
+        self.top_k[rows] = self._tensor(new.top_k)
+        self.seed[rows] = self._tensor(new.seed)
+
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
