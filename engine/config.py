@@ -65,7 +65,17 @@ class EngineConfig:
                 _at_least(name, value, 2 if name == "max_model_len" else 1)
         for name in ("block_size", "num_threads"):
             _at_least(name, getattr(self, name), 0)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        for name, most in (("max_num_seqs", 65_536), ("num_threads", 1024)):
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "trust_remote_code"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(f"async_scheduling must be true, false or unset, got {self.async_scheduling!r}")
+        if not isinstance(self.gpu_memory_utilization, int | float) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )

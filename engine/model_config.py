@@ -75,7 +75,9 @@ def load_model_config(path: Path) -> ModelConfig:
         return from_hf(hf_config(path), str(path))
     source = path / "config.json"
     config = from_hf(read_json(source), str(source))
-    return dataclasses.replace(config, eos_token_ids=configured_eos_token_ids(path))
+    # A token that is not in the vocabulary is never made, so it ends nothing; some checkpoints name one.
+    eos = tuple(i for i in configured_eos_token_ids(path) if i < config.vocab_size)
+    return dataclasses.replace(config, eos_token_ids=eos)
 
 
 def is_gguf(path: Path) -> bool:

@@ -62,16 +62,22 @@ class StepLoop:
         """
         self.engine.check(prompt_ids, params, output_ids)
 
-        def add() -> None:
-            self.engine.add_request(
-                request_id,
-                prompt_ids,
-                params,
-                output_ids,
-                priority=priority,
-                block_hashes=block_hashes,
-                cache_salt=cache_salt,
-            )
+        def add() -> Finished | None:
+            try:
+                self.engine.add_request(
+                    request_id,
+                    prompt_ids,
+                    params,
+                    output_ids,
+                    priority=priority,
+                    block_hashes=block_hashes,
+                    cache_salt=cache_salt,
+                )
+            except Exception as error:  # one request that cannot be added must not end the others
+                logger.exception("request %s could not be added", request_id)
+                text = f"{type(error).__name__} when the request was added"
+                return Finished(request_id, FinishReason.ERROR, len(prompt_ids), len(output_ids), 0, error=text)
+            return None
 
         with self._wake:
             self._raise_if_dead()
@@ -109,11 +115,14 @@ class StepLoop:
             raise EngineDeadError(f"the engine has made no step for {stalled:.0f} s with work queued")
 
     def close(self) -> None:
-        """End all requests and the thread; idempotent."""
+        """End all requests and the thread; idempotent. Called from `on_output`, it does not wait for the thread."""
         with self._wake:
-            self._closing = True
+            started = self._thread.ident is not None
+            first, self._closing = not self._closing, True
             self._wake.notify()
-        if self._thread.is_alive():
+        if not started and first:
+            self._end()
+        elif self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _raise_if_dead(self) -> None:
@@ -132,13 +141,20 @@ class StepLoop:
             logger.exception("the step thread ended")
             self._error = error
         finally:
-            with self._wake:
-                self._closing = True
-                left = sorted(self._open)
-            reason = FinishReason.ABORT if self._error is None else FinishReason.ERROR
-            text = None if self._error is None else f"the engine has stopped: {type(self._error).__name__}"
+            self._end()
+
+    def _end(self) -> None:
+        """Tell every open request that it is over, and free the engine, whatever the consumer makes of it."""
+        with self._wake:
+            self._closing = True
+            left = sorted(self._open)
+        reason = FinishReason.ABORT if self._error is None else FinishReason.ERROR
+        text = None if self._error is None else f"the engine has stopped: {type(self._error).__name__}"
+        try:
             self._deliver(StepOutput(finished=[Finished(name, reason, 0, 0, 0, error=text) for name in left]))
-            self.engine.close()
+        except Exception:
+            logger.exception("the ends of %d requests could not be delivered", len(left))
+        self.engine.close()
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when closing."""

@@ -180,3 +180,50 @@ def test_closing_ends_what_runs() -> None:
     assert listener.ended["a"].reason is FinishReason.ABORT
     with pytest.raises(EngineDeadError):
         loop.submit("b", [1], params())
+
+
+def test_the_engine_is_closed_even_if_the_consumer_fails() -> None:
+    closed = threading.Event()
+    runner = ScriptedRunner([5])
+    runner.close = closed.set  # type: ignore[method-assign]
+
+    def consumer(output: StepOutput) -> None:
+        raise RuntimeError("cannot take it")
+
+    loop = StepLoop(Engine(runner), consumer)
+    loop.start()
+    loop.submit("a", [1], params())
+    assert closed.wait(20)
+
+
+def test_closing_before_the_start_ends_what_was_submitted() -> None:
+    listener = Listener()
+    loop = StepLoop(Engine(ScriptedRunner([5])), listener)
+    loop.submit("a", [1], params())
+    loop.close()
+    loop.close()
+    assert listener.ended["a"].reason is FinishReason.ABORT
+
+
+def test_closing_from_the_consumer_does_not_wait_for_itself() -> None:
+    listener = Listener()
+
+    def consumer(output: StepOutput) -> None:
+        listener(output)
+        loop.close()
+
+    loop = StepLoop(Engine(ScriptedRunner([5])), consumer)
+    loop.start()
+    loop.submit("a", [1], params(None))
+    listener.wait("a")
+    assert listener.ended["a"].reason is FinishReason.ABORT
+
+
+def test_a_request_that_cannot_be_added_ends_alone() -> None:
+    loop, listener = start()
+    loop.submit("bad", [1] * 9, params(), block_hashes=["not bytes"])  # type: ignore[list-item]
+    loop.submit("good", [1], params())
+    listener.wait("bad", "good")
+    assert listener.ended["bad"].reason is FinishReason.ERROR
+    assert listener.ended["good"].reason is FinishReason.LENGTH
+    loop.close()
