@@ -4,8 +4,8 @@
 
 continuous: 32 requests of 25-256 tokens in and out. Static batching gives the next 8 requests only when the last of the
     8 before has ended; continuous batching fills each place as it falls free (max_num_seqs 8 in both).
-chunked: 8 streams run while 8 prompts of 1,500 tokens arrive; mixed, their chunks share steps with the decodes, and apart,
-    prompts are computed whole. The figure is the streams' longest gap, beside the time of it all.
+chunked: 8 streams run while 8 prompts of 1,500 tokens arrive; mixed, their chunks share steps with the decodes, and
+    apart, prompts are computed whole. The figure is the streams' longest gap, beside the time of it all.
 prefix: 32 requests that share 512 tokens of their prompts, 32 tokens out.
 overlap: two steps in flight instead of one, on 32 sequences. A CPU's launch returns when its step is done, so nothing
     overlaps; on a GPU the host's share of a step (`benchmarks.host_overhead`) is hidden.

@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.engine import Engine
 from engine.runner import RunnerInfo
 from engine.sampling_params import SamplingParams
-from engine.step import StepPlan
+from engine.step import StepPlan, StepResult
 from engine.step_inputs import DeviceRows
 
 BLOCK_SIZE = 16
@@ -56,8 +55,8 @@ class HostOnlyRunner:
         self._rows.inputs(plan)
         return len(plan.sample)
 
-    def collect(self, ticket: int) -> NDArray[np.integer]:
-        return self._tokens[:ticket]
+    def collect(self, ticket: int) -> StepResult:
+        return StepResult(self._tokens[:ticket])
 
     def close(self) -> None:
         pass

@@ -2,14 +2,15 @@
 
     python -m benchmarks.stream_gap [--url http://127.0.0.1:8000] [--chunk 512] [--repeat 3] [--json]
 
-A step computes at most `max_num_batched_tokens` (--chunk), so a long prompt holds a stream up by one chunk and no more. The
-chunk that costs most is the last one, whose attention spans the whole prompt; its time is taken as the difference of
+A step computes at most `max_num_batched_tokens` (--chunk), so a long prompt holds a stream up by one chunk and no more.
+The chunk that costs most is the last one, whose attention spans the whole prompt; its time is the difference of
 the times to first token of two prompts, alone on the server, that are one chunk apart. Prompts are random and new each
 time: the prefix cache gives nothing.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -44,7 +45,7 @@ async def gaps_of_a_stream(client: httpx.AsyncClient, prompt: list[int], long_pr
                     other = asyncio.ensure_future(time_to_first_token(client, long_prompt))
     if other is not None:
         await other
-    return [later - earlier for earlier, later in zip(times[1:], times[2:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(times[1:])]
 
 
 async def measure(url: str, chunk: int, repeat: int) -> dict[str, Any]:

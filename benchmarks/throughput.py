@@ -152,16 +152,21 @@ def fill_at_saturation(samples: Sequence[PoolSample]) -> tuple[float, float, int
 WORKLOADS = {"fixed": fixed, "mixed": mixed, "nano": nano}
 
 
-def header(engine: Engine, model: str) -> dict[str, Any]:
-    """What the figures were measured on."""
+def machine() -> dict[str, Any]:
+    """What figures are measured on."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if engine.info.device.startswith("cuda") else engine.info.device,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": _commit(),
+    }
+
+
+def header(engine: Engine, model: str) -> dict[str, Any]:
+    return machine() | {
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if engine.info.device.startswith("cuda") else engine.info.device,
         "model": Path(model).name,
         "dtype": engine.info.dtype,
     }

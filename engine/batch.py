@@ -6,6 +6,7 @@ touches rows through index arrays, so its cost hardly grows with the number of s
 
 import numpy as np
 
+from engine.extras import ExtraRows
 from engine.request import Request
 
 PENDING = -1
@@ -28,6 +29,7 @@ class Batch:
     stop_ids: [R, K] ids that end the request, filled up with -1.
     block_table: [R, max_blocks] and num_blocks [R].
     temperature, top_p, min_p: [R] float32; top_k: [R] int32, 0 for all; seed: [R] int64.
+    extras: what only some rows need.
     """
 
     def __init__(self, max_num_seqs: int, max_total_tokens: int, block_size: int) -> None:
@@ -56,6 +58,7 @@ class Batch:
         self.num_random = self.num_filtered = self.num_held = 0
         self.request_ids = np.full(rows, "", dtype=object)
         self.requests: list[Request | None] = [None] * rows
+        self.extras = ExtraRows(rows)
         self._free_rows = list(range(rows - 1, -1, -1))
 
     @property
@@ -90,12 +93,14 @@ class Batch:
         self.requests[row] = request
         request.row = row
         self._count(request, 1)
+        self.extras.add(row, request)
         return row
 
     def remove(self, request: Request) -> None:
         """Take the request's tokens back out of its row and free the row, which no launched step may name."""
         row = request.row
         self._count(request, -1)
+        self.extras.remove(row, request)
         request.token_ids = self.tokens[row, : self.num_known[row]].copy()
         request.row = -1
         self.requests[row] = None

@@ -1,5 +1,6 @@
 """The engine: schedule a step, launch it, collect an earlier one, commit its tokens. One thread calls it."""
 
+import itertools
 import logging
 import secrets
 from collections import deque
@@ -111,6 +112,17 @@ class Engine:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, output_ids: Sequence[int] = ()) -> None:
         """Raise `InvalidRequestError` or `ContextLengthError` for a request that could never run. Thread-safe."""
+        if params.n != 1:
+            raise InvalidRequestError(
+                f"n is {params.n}, but a request of the engine is one sequence: `sampling_params.children` makes "
+                f"{params.n} of it.",
+                "n",
+            )
+        if params.bad_words:
+            raise InvalidRequestError(
+                "bad_words are texts, and the engine takes token ids: `bad_words.expand` makes these of them.",
+                "bad_words",
+            )
         if not prompt_ids:
             raise InvalidRequestError("The prompt is empty: it needs at least one token.", "prompt")
         longest = self.info.max_total_tokens
@@ -120,6 +132,9 @@ class Engine:
             ("prompt", prompt_ids),
             ("output_ids", output_ids),
             ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_words_token_ids", list(itertools.chain.from_iterable(params.bad_words_token_ids))),
         ):
             for token_id in ids:
                 if type(token_id) is not int or not 0 <= token_id < self.info.vocab_size:
@@ -128,6 +143,7 @@ class Engine:
                         f"{self.info.vocab_size - 1}.",
                         name,
                     )
+        self._check_allowed(params)
         if len(prompt_ids) + len(output_ids) >= self._limit(len(prompt_ids), params):
             raise InvalidRequestError(
                 f"The request comes with {len(output_ids)} output tokens, so its limit is reached already.",
@@ -147,7 +163,8 @@ class Engine:
     ) -> None:
         """Queue a request.
 
-        output_ids: tokens that it has produced elsewhere; it goes on after them as if it had produced them here.
+        output_ids: tokens that it has produced elsewhere; it goes on after them as if it had produced them here. The
+            prompt's log probabilities came with the first of them and are not computed again.
         priority: lower is served earlier.
         block_hashes: `engine.block_hash.block_hashes` of the prompt, if the caller has them.
         max_tokens is clamped to what the context leaves. Raises as `check` does.
@@ -155,7 +172,6 @@ class Engine:
         self.check(prompt_ids, params, output_ids)
         if request_id in self.scheduler.requests:
             raise InvalidRequestError(f"A request with id {request_id!r} is already there.", "request_id")
-        eos = () if params.ignore_eos else self.runner.info.eos_token_ids
         self.scheduler.add(
             Request(
                 request_id,
@@ -164,16 +180,36 @@ class Engine:
                 params,
                 seed=secrets.randbits(63) if params.seed is None else params.seed,
                 limit=self._limit(len(prompt_ids), params),
-                stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+                stop_ids=self._stop_ids(params),
                 priority=priority,
                 salt=cache_salt,
-                hashes=block_hashes,
+                hashes=None if block_hashes is None else block_hashes[: len(prompt_ids) // self.info.block_size],
             )
         )
 
     def _limit(self, num_prompt: int, params: SamplingParams) -> int:
         longest = self.info.max_total_tokens
-        return longest if params.max_tokens is None else min(longest, num_prompt + params.max_tokens)
+        if params.max_tokens is None:
+            return longest
+        # A request that makes no token ends when its prompt is computed, which is before this limit.
+        return min(longest, num_prompt + max(params.max_tokens, 1))
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        eos = () if params.ignore_eos else self.runner.info.eos_token_ids
+        return tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Refuse what would leave a request no token to choose."""
+        if params.allowed_token_ids is None:
+            return
+        barred = {ids[0] for ids in params.bad_words_token_ids if len(ids) == 1}
+        if params.min_tokens:
+            barred.update(self._stop_ids(params))
+        if barred.issuperset(params.allowed_token_ids):
+            raise InvalidRequestError(
+                "allowed_token_ids: bad words and, before min_tokens, stop tokens bar every one of them.",
+                "allowed_token_ids",
+            )
 
     def abort(self, request_id: str) -> Finished | None:
         """End a request wherever it is; None if it is not there (any more).
@@ -233,7 +269,7 @@ class Engine:
         try:
             if isinstance(ticket, Exception):
                 raise ticket
-            sampled = self.runner.collect(ticket)
+            result = self.runner.collect(ticket)
         except EngineDeadError:
             raise
         except Exception as error:
@@ -245,7 +281,7 @@ class Engine:
                 raise EngineDeadError(f"{MAX_FAILED_STEPS} steps in a row failed, the last by {error!r}") from error
             return StepOutput(finished=failed)
         self._failed_steps = 0
-        return self.scheduler.commit(plan, sampled)
+        return self.scheduler.commit(plan, result)
 
     def stats(self) -> EngineStats:
         """Gauges and counters; read in the thread that steps, or between steps."""

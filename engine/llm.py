@@ -5,53 +5,28 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from tqdm import tqdm
 
+from engine.bad_words import expand
+from engine.completion import Completion, CompletionOutput, Logprob, PromptJob, RequestOutput
 from engine.config import EngineConfig
-from engine.detokenizer import Detokenizer
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.outputs import Finished, StepOutput
-from engine.sampling_params import SamplingParams
+from engine.outputs import StepOutput
+from engine.sampling_params import SamplingParams, children
+from engine.token_text import TokenTexts
 from engine.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "Message", "Prompt", "RequestOutput"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`."""
 
 Message = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """What a request produced.
-
-    token_ids: all of them, with the EOS or stop token that ended it, which has no text.
-    finish_reason: "stop", "length", or "error" when a step of the engine failed (the log says how).
-    stop_reason: the stop string or the id out of `stop_token_ids` that ended it; None for EOS.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A request and its outputs. prompt: None when the prompt came as token ids."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int
-    finished: bool
 
 
 class LLM:
@@ -68,6 +43,7 @@ class LLM:
         self.engine = Engine.from_config(config)
         assert self.engine.info.model_path is not None
         self.tokenizer = load_tokenizer(self.engine.info.model_path, config.trust_remote_code)
+        self._token_texts = TokenTexts(self.tokenizer)
         self._ids = itertools.count()
         self._closed = False
 
@@ -76,6 +52,7 @@ class LLM:
         """An `LLM` over an engine that is there; `close` closes it."""
         llm = cls.__new__(cls)
         llm.engine, llm.tokenizer, llm._ids, llm._closed = engine, tokenizer, itertools.count(), False
+        llm._token_texts = TokenTexts(tokenizer)
         return llm
 
     def generate(
@@ -154,100 +131,64 @@ class LLM:
     ) -> list[RequestOutput]:
         if self._closed:
             raise EngineDeadError("this LLM has been closed: make a new one")
-        params = _one_each(sampling_params, len(jobs))
-        for index, ((_, ids), param) in enumerate(zip(jobs, params, strict=True)):
+        prompts = []
+        for index, ((text, ids), param) in enumerate(zip(jobs, _one_each(sampling_params, len(jobs)), strict=True)):
             with _naming(f"{name}[{index}]"):
-                self.engine.check(ids, param)
-        requests = [
-            _Request(str(next(self._ids)), text, ids, param, self.tokenizer)
-            for (text, ids), param in zip(jobs, params, strict=True)
-        ]
-        running: dict[str, _Request] = {}
-        with _Progress(len(requests), use_tqdm) as progress, _interrupted_between_steps() as raise_if_interrupted:
+                prompts.append(self._prepare(text, ids, param))
+        running: dict[str, tuple[PromptJob, Completion]] = {}
+        with _Progress(len(prompts), use_tqdm) as progress, _interrupted_between_steps() as raise_if_interrupted:
             try:
-                for request in requests:
-                    running[request.request_id] = request
-                    self.engine.add_request(request.request_id, request.prompt_ids, request.params)
+                for prompt in prompts:
+                    for completion in prompt.completions:
+                        running[completion.request_id] = prompt, completion
+                        self.engine.add_request(completion.request_id, prompt.prompt_ids, completion.params)
                 while self.engine.has_work():
-                    for request in self._commit(self.engine.step(), running):
-                        progress.add(len(request.prompt_ids), len(request.token_ids))
+                    for prompt in self._commit(self.engine.step(), running):
+                        progress.add(len(prompt.prompt_ids), sum(len(c.token_ids) for c in prompt.completions))
                     raise_if_interrupted()
             finally:
                 for request_id in running:
                     self.engine.abort(request_id)
                 self.engine.drain()
-        return [request.result() for request in requests]
+        return [prompt.result(self._token_texts) for prompt in prompts]
 
-    def _commit(self, output: StepOutput, running: dict[str, "_Request"]) -> list["_Request"]:
-        """Give a step's tokens to their requests; returns those that ended, which leave `running`."""
+    def _prepare(self, text: str | None, ids: list[int], params: SamplingParams) -> PromptJob:
+        """A prompt and its n sequences. Raises `InvalidRequestError` for what could never run."""
+        params = expand(params, lambda word: self.tokenizer.encode(word, add_special_tokens=False))
+        each = children(params)
+        self.engine.check(ids, each[0])
+        name = str(next(self._ids))
+        names = [name] if len(each) == 1 else [f"{name}-{i}" for i in range(len(each))]
+        completions = [Completion(names[i], i, child, self.tokenizer) for i, child in enumerate(each)]
+        return PromptJob(name, text, ids, completions)
+
+    def _commit(self, output: StepOutput, running: dict[str, tuple[PromptJob, Completion]]) -> list[PromptJob]:
+        """Give a step's tokens to their sequences, and take those that ended out of `running`; returns the prompts that
+        are done."""
         ends = {end.request_id: end for end in output.finished}
+        for request_id, entries in output.prompt_logprobs.items():
+            if request_id in running:
+                running[request_id][1].prompt_logprobs = entries
         tokens: dict[str, list[int]] = {}
         for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
             tokens.setdefault(request_id, []).append(token_id)
         for request_id, token_ids in tokens.items():
-            request = running.get(request_id)
-            if request is not None and request.push(token_ids, ends.get(request_id)) and request_id not in ends:
+            if request_id not in running:
+                continue
+            completion = running[request_id][1]
+            stopped = completion.push(token_ids, output.logprobs.get(request_id, ()), ends.get(request_id))
+            if stopped and request_id not in ends:
                 end = self.engine.abort(request_id)
                 assert end is not None
                 ends[request_id] = end
-        ended = []
+        done = []
         for request_id, end in ends.items():
-            if (request := running.pop(request_id, None)) is not None:
-                request.end(end)
-                ended.append(request)
-        return ended
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request of this process: the tokens so far, and their text."""
-
-    request_id: str
-    prompt: str | None
-    prompt_ids: list[int]
-    params: SamplingParams
-    tokenizer: Tokenizer
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    finished: Finished | None = None
-    detokenizer: Detokenizer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.detokenizer = Detokenizer(
-            self.tokenizer,
-            skip_special_tokens=self.params.skip_special_tokens,
-            stop=self.params.stop_strings,
-            include_stop_str_in_output=self.params.include_stop_str_in_output,
-            min_tokens=self.params.min_tokens,
-        )
-
-    def push(self, token_ids: list[int], end: Finished | None) -> bool:
-        """Take new tokens; true if a stop string ended the text."""
-        self.token_ids += token_ids
-        stop_token_last = end is not None and end.stop_token_id is not None
-        hidden = stop_token_last and not self.params.include_stop_str_in_output
-        self.texts.append(self.detokenizer.push(token_ids[:-1] if hidden else token_ids))
-        return self.detokenizer.stop_reason is not None
-
-    def end(self, finished: Finished) -> None:
-        self.texts.append(self.detokenizer.finish())
-        self.finished = finished
-        if self.detokenizer.stop_reason is not None:
-            del self.token_ids[self.detokenizer.num_tokens :]
-
-    def result(self) -> RequestOutput:
-        finished = self.finished
-        assert finished is not None
-        reason: str = finished.reason.value
-        stop_reason: int | str | None = self.detokenizer.stop_reason
-        if stop_reason is not None:
-            reason = "stop"
-        elif finished.stop_token_id in self.params.stop_token_ids:
-            stop_reason = finished.stop_token_id
-        output = CompletionOutput(0, "".join(self.texts), self.token_ids, reason, stop_reason)
-        return RequestOutput(
-            self.request_id, self.prompt, self.prompt_ids, [output], finished.num_cached_tokens, finished=True
-        )
+            if request_id in running:
+                prompt, completion = running.pop(request_id)
+                completion.end(end)
+                if prompt.finished:
+                    done.append(prompt)
+        return done
 
 
 class _Progress:

@@ -2,12 +2,11 @@
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineConfig
@@ -17,12 +16,22 @@ from engine.memory import GIB, num_kv_blocks
 from engine.model_config import ModelConfig, load_model_config
 from engine.models.decoder import Decoder
 from engine.runner import RunnerInfo
-from engine.sampler import sample
-from engine.step import StepPlan
+from engine.sampler import PROMPT_ROWS, sample, score_prompt
+from engine.step import Logprobs, StepPlan, StepResult
 from engine.step_inputs import DeviceRows
 from kernels.attention import AttentionBackend, select_backend
+from kernels.sampler import TokenLogprobs
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A launched step's results on the device. tokens: int64 [K]."""
+
+    tokens: Tensor
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: TokenLogprobs | None
 
 
 class ModelRunner:
@@ -35,11 +44,19 @@ class ModelRunner:
         self.model = model
         self.device = device
         config = model.config
-        self.caches = [
-            backend.kv_cache(info.num_blocks, info.block_size, config.num_kv_heads, config.head_dim, dtype, device)
-            for _ in range(config.num_layers)
-        ]
+        try:
+            self.caches = [
+                backend.kv_cache(info.num_blocks, info.block_size, config.num_kv_heads, config.head_dim, dtype, device)
+                for _ in range(config.num_layers)
+            ]
+        except (OSError, RuntimeError, OverflowError) as error:
+            raise ConfigError(
+                f"a KV cache of {info.num_blocks} blocks of {info.block_size} tokens cannot be allocated: lower "
+                "kv_cache_memory_bytes or num_gpu_blocks_override"
+            ) from error
         self.rows = DeviceRows(info, device)
+        # No more than sampling takes at its widest, which memory has been set aside for.
+        self._prompt_rows = min(PROMPT_ROWS, max(info.max_num_seqs, 16))
 
     @classmethod
     def from_config(cls, config: EngineConfig, path: Path) -> Self:
@@ -104,23 +121,32 @@ class ModelRunner:
         return cls(model, backend, info, dtype=dtype, device=device)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Tensor:
-        """Start a step; the ticket is the tensor of its token ids [K]."""
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a step; the ticket holds its results on the device."""
         inputs = self.rows.inputs(plan)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self.caches, inputs.metadata)
+        scores = None
+        if inputs.extras is not None and inputs.extras.prompt_scores is not None:
+            scores = score_prompt(self.model.logits, hidden, inputs.extras.prompt_scores, self._prompt_rows)
         if not len(plan.sample):  # chunks of prompts only
-            return torch.empty(0, dtype=torch.int64)
+            return Ticket(torch.empty(0, dtype=torch.int64), None, scores)
         logits = self.model.logits(hidden[inputs.sample_at])
-        tokens = sample(logits, inputs, self.rows, plan.mode)
+        tokens, logprobs = sample(logits, inputs, self.rows, plan.mode)
         self.rows.last_tokens[inputs.sample_rows] = tokens
-        return tokens
+        return Ticket(tokens, logprobs, scores)
 
-    def collect(self, ticket: Tensor) -> NDArray[np.integer]:
-        tokens: NDArray[np.integer] = ticket.cpu().numpy()
-        return tokens
+    def collect(self, ticket: Ticket) -> StepResult:
+        return StepResult(ticket.tokens.cpu().numpy(), _on_host(ticket.logprobs), _on_host(ticket.prompt_logprobs))
 
     def close(self) -> None:
         self.caches = []
+        self.__dict__.pop("model", None)
+
+
+def _on_host(logprobs: TokenLogprobs | None) -> Logprobs | None:
+    if logprobs is None:
+        return None
+    return Logprobs(logprobs.token_ids.cpu().numpy(), logprobs.logprobs.cpu().numpy(), logprobs.ranks.cpu().numpy())
 
 
 def _device(config: EngineConfig) -> torch.device:

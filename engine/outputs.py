@@ -29,16 +29,36 @@ class Finished:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities of a token and of the most likely ones in its place, by the model itself.
+
+    token_ids, logprobs: the token's own first, then as many of the most likely as were asked for, falling; the token
+        itself may be among these again.
+    rank: the token's own; 1 is the most likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
 @dataclass(slots=True)
 class StepOutput:
     """Tokens of one step: `token_ids[i]` belongs to `request_ids[i]`, in order.
 
     Parallel lists rather than an object a token: a step of 256 sequences makes one of these, and one message.
+
+    logprobs: by the id of each request that asked for them, one entry for each of its tokens here, in order.
+    prompt_logprobs: by request, one entry for each token of its prompt, None for the first; once in its life, with its
+        first token or, if it makes none, with its end.
     """
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

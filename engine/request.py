@@ -6,7 +6,9 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.bad_words import BadSequences
 from engine.block_hash import chain, root_hash
+from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 
@@ -23,19 +25,28 @@ class Request:
     rank, arrival: its place in the order of service, lower is earlier.
     limit: tokens (prompt and output) at which it ends by length.
     stop_ids: token ids that end it.
+    prompt_logprobs: the prompt's log probabilities as far as they have come; None when none are to come.
+    bad_sequences: what it may not say.
+    needs_last_token: whether what it may choose next depends on the token before, so that it is never planned for ahead
+        of one that is not known yet.
+    has_extras: whether it needs anything of `ExtraRows`.
     hashes: digests of its full blocks as far as they have been computed.
     blocks: the KV blocks it holds, in order.
     """
 
     __slots__ = (
         "arrival",
+        "bad_sequences",
         "blocks",
+        "has_extras",
         "hashes",
         "limit",
+        "needs_last_token",
         "num_cached_tokens",
         "num_prompt",
         "params",
         "priority",
+        "prompt_logprobs",
         "rank",
         "request_id",
         "row",
@@ -76,6 +87,24 @@ class Request:
         self.blocks: list[int] = []
         self.num_cached_tokens: int | None = None
         self.hashes = list(hashes or ())
+        self.bad_sequences = BadSequences(params.bad_words_token_ids)
+        self.needs_last_token = bool(self.bad_sequences)
+        # With output it was there before, and its prompt's came with the first token.
+        scored = params.prompt_logprobs is not None and not output_ids
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scored else None
+        self.has_extras = (
+            scored
+            or self.needs_last_token
+            or params.penalised
+            or params.logprobs is not None
+            or params.allowed_token_ids is not None
+            or bool(params.logit_bias or params.bad_words_token_ids)
+        )
+
+    def forget_scores(self) -> None:
+        """The prompt is to be computed again, from its first token."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
 
     def extend_hashes(self, token_ids: NDArray[np.int32], block_size: int) -> None:
         """Add the digests of the full blocks of `token_ids` that have none yet (the prompt's may have come along)."""

@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from engine.step import StepPlan
+from engine.step import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,8 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Any:
         """Start a step; returns a ticket for `collect`."""
 
-    def collect(self, ticket: Any) -> NDArray[np.integer]:
-        """Token ids [K] that the step sampled, in the order of `plan.sample`."""
+    def collect(self, ticket: Any) -> StepResult:
+        """The tokens that the step sampled, and what else its plan asked for."""
 
     def close(self) -> None:
         """Give back memory and processes; idempotent."""

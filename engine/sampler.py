@@ -1,17 +1,50 @@
-"""Chooses tokens from logits, by what the rows of a step need."""
+"""Chooses tokens from logits, by what the rows of a step need, and tells log probabilities."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from engine.step import SamplingMode
-from engine.step_inputs import DeviceRows, StepInputs
-from kernels.sampler import draw, lowest_kept, uniform
+from engine.step_inputs import DeviceRows, PromptScoreInputs, StepInputs
+from kernels.sampler import TokenLogprobs, draw, lowest_kept, token_logprobs, uniform
+
+PROMPT_ROWS = 256
+"""Prompt tokens scored at once, at most: their logits are as wide as the vocabulary."""
 
 
-def sample(logits: Tensor, inputs: StepInputs, rows: DeviceRows, mode: SamplingMode) -> Tensor:
-    """logits: float32 [K, vocab], changed in place -> token ids int64 [K]."""
+def sample(
+    logits: Tensor, inputs: StepInputs, rows: DeviceRows, mode: SamplingMode
+) -> tuple[Tensor, TokenLogprobs | None]:
+    """logits: float32 [K, vocab], changed in place -> token ids int64 [K], and log probabilities where asked for.
+
+    The order is vLLM's: log probabilities are those of the model itself; then come biases and barred tokens, then
+    penalties, then temperature, then filters.
+    """
+    extras, tables = inputs.extras, rows.tables
+    raw = None
+    if extras is not None:
+        if extras.logprobs is not None:
+            raw = torch.log_softmax(logits[extras.logprobs], dim=-1)
+        if extras.biased is not None:
+            tables.add_bias(logits, *extras.biased)
     if inputs.forbidden is not None:
         logits[inputs.forbidden] = -torch.inf
+    if extras is not None and extras.penalised is not None:
+        tables.penalise(logits, *extras.penalised)
+    tokens = _choose(logits, inputs, rows, mode)
+    if extras is None:
+        return tokens, None
+    if extras.penalised is not None:
+        at, slots = extras.penalised
+        tables.count(tokens[at], slots)
+    if raw is None:
+        return tokens, None
+    return tokens, token_logprobs(raw, tokens[extras.logprobs], extras.num_top)
+
+
+def _choose(logits: Tensor, inputs: StepInputs, rows: DeviceRows, mode: SamplingMode) -> Tensor:
+    """logits: float32 [K, vocab], changed in place -> token ids int64 [K]."""
     best = logits.argmax(dim=-1)
     if mode is SamplingMode.GREEDY:
         return best
@@ -24,3 +57,22 @@ def sample(logits: Tensor, inputs: StepInputs, rows: DeviceRows, mode: SamplingM
         logits.masked_fill_(logits < low, -torch.inf)
     tokens = draw(logits, uniform(rows.seed[at], inputs.sample_positions))
     return torch.where(greedy, best, tokens)
+
+
+def score_prompt(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, inputs: PromptScoreInputs, num_rows: int = PROMPT_ROWS
+) -> TokenLogprobs:
+    """Log probabilities of a step's prompt tokens.
+
+    logits_of: hidden states [n, hidden] -> float32 [n, vocab], called with at most num_rows of them.
+    hidden: [T, hidden].
+    """
+    parts = [
+        token_logprobs(torch.log_softmax(logits_of(hidden[at]), dim=-1), targets, inputs.num_top)
+        for at, targets in zip(inputs.at.split(num_rows), inputs.targets.split(num_rows), strict=True)
+    ]
+    return TokenLogprobs(
+        torch.cat([part.token_ids for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.ranks for part in parts]),
+    )

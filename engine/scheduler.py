@@ -12,6 +12,9 @@ planned for as PENDING. What ended meanwhile keeps its row and blocks until the 
 The order of service is first come, first served, with a head start of PRIORITY_S a level of priority. So a request
 that has waited long enough is ahead of every newcomer, whatever its priority: none starves.
 
+A request whose choices depend on its last token (`Request.needs_last_token`) is left out of a step that would be
+planned ahead of it, and goes on when that is known.
+
 Pure bookkeeping on numpy arrays: no torch, no model; `commit` takes the sampled token ids.
 """
 
@@ -21,13 +24,13 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
+from engine.logprobs import hand_out
 from engine.outputs import Finished, FinishReason, StepOutput
 from engine.request import Request, Status
-from engine.step import BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
+from engine.step import BlockUpdates, Ints, RowParams, SamplingMode, StepPlan, StepResult
 
 PRIORITY_S = 60.0
 """Seconds of waiting that one level of priority is worth."""
@@ -172,8 +175,8 @@ class Scheduler:
         self._advance(plan)
         return plan
 
-    def commit(self, plan: StepPlan, sampled: NDArray[np.integer]) -> StepOutput:
-        """Take in the oldest step's result. sampled: [K] token ids. Returns the tokens and the requests that ended."""
+    def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Take in the oldest step's result. Returns the tokens and the requests that ended."""
         batch = self.batch
         first = batch.num_settled[plan.rows] // self.block_size
         last = plan.seq_lens // self.block_size
@@ -184,7 +187,7 @@ class Scheduler:
 
         rows = plan.rows[plan.sample]
         positions = plan.seq_lens[plan.sample]
-        ids = sampled.astype(np.int32, copy=False)
+        ids = result.token_ids.astype(np.int32, copy=False)
         alive = batch.alive[rows]
         if not alive.all():  # requests that ended while this step was in flight
             rows, positions, ids = rows[alive], positions[alive], ids[alive]
@@ -194,6 +197,9 @@ class Scheduler:
         stopped = (batch.stop_ids[rows] == ids[:, None]).any(axis=1) & (num_tokens >= batch.stop_from[rows])
         output = StepOutput(batch.request_ids[rows].tolist(), ids.tolist())
         self.num_generated_tokens += len(ids)
+        if plan.extras is not None:
+            hand_out(plan, result, batch, output)
+            self._end_scored(plan, output)
         ended = np.flatnonzero(stopped | (num_tokens >= batch.limit[rows]))
         for i in ended.tolist():
             reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
@@ -202,6 +208,14 @@ class Scheduler:
             assert finished is not None
             output.finished.append(finished)
         return output
+
+    def _end_scored(self, plan: StepPlan, output: StepOutput) -> None:
+        """End the requests that wanted their prompt scored and no token made."""
+        rows = plan.rows[self.batch.extras.scores_only[plan.rows] & (plan.seq_lens == self.batch.num_tokens[plan.rows])]
+        for row in rows[self.batch.alive[rows]].tolist():
+            finished = self.finish(self.batch.request_ids[row], FinishReason.LENGTH)
+            assert finished is not None
+            output.finished.append(finished)
 
     def fail(self, plan: StepPlan, error: str) -> list[Finished]:
         """End the requests of the oldest step, whose result never came. No other step may be on the device any more.
@@ -226,6 +240,9 @@ class Scheduler:
         num_tokens = self.batch.num_tokens[rows]
         need = num_tokens - self.batch.num_computed[rows]
         need[num_tokens >= self.batch.limit[rows]] = 0  # the last token is on its way: nothing comes after it
+        if self.batch.extras.num_users:
+            held = self.batch.extras.needs_last_token[rows] & (self.batch.num_known[rows] < num_tokens)
+            need[held] = 0
         decodes = rows[need == 1]
         counts[decodes] = 1
         budget = self.budget - len(decodes)
@@ -281,6 +298,7 @@ class Scheduler:
         """Take everything from a running request but its tokens, and let it wait."""
         self._stop_running(request)
         self._release(request)
+        request.forget_scores()
         self._wait(request)
 
     def _stop_running(self, request: Request) -> None:
@@ -312,8 +330,9 @@ class Scheduler:
             request = entry[2]
             if request.status is not Status.WAITING:
                 continue
-            hits = self.blocks.lookup(request.hashes)
-            if len(hits) < len(request.hashes) and request.hashes[len(hits)] in computing:
+            scored = request.prompt_logprobs is not None  # so each of its tokens must be computed
+            hits = [] if scored else self.blocks.lookup(request.hashes)
+            if not scored and len(hits) < len(request.hashes) and request.hashes[len(hits)] in computing:
                 skipped.append(entry)
                 continue
             total = len(request.token_ids)
@@ -401,7 +420,10 @@ class Scheduler:
         pending = None
         if self._in_flight:
             pending = np.flatnonzero(token_ids[query_start[1:] - 1] == PENDING).astype(np.int32)
-        sample = np.flatnonzero(seq_lens > last_positions).astype(np.int32)
+        complete = seq_lens > last_positions
+        if batch.extras.num_users:
+            complete &= ~batch.extras.scores_only[rows]
+        sample = np.flatnonzero(complete).astype(np.int32)
         self._steps += 1
         return StepPlan(
             step=self._steps,
@@ -417,6 +439,9 @@ class Scheduler:
             new_rows=self._row_params(),
             pending=pending if pending is not None and len(pending) else None,
             forbidden=self._forbidden(rows[sample]),
+            extras=batch.extras.plan(rows, start, seq_lens, query_start, sample, batch.tokens)
+            if batch.extras.num_users
+            else None,
         )
 
     def _advance(self, plan: StepPlan) -> None:
@@ -473,15 +498,18 @@ class Scheduler:
         return SamplingMode.PLAIN if batch.num_random else SamplingMode.GREEDY
 
     def _forbidden(self, rows: Ints) -> tuple[Ints, Ints] | None:
-        """Stop tokens are barred where the next token comes before min_tokens."""
-        if not self.batch.num_held:
+        """Stop tokens are barred where the next token comes before min_tokens, and a bad word's last token."""
+        batch = self.batch
+        if not batch.num_held and not batch.extras.num_users:
             return None
-        early = np.flatnonzero(self.batch.stop_from[rows] > self.batch.num_tokens[rows] + 1)
-        if not len(early):
-            return None
-        ids = self.batch.stop_ids[rows[early]]
-        at, column = np.nonzero(ids >= 0)
-        return early[at].astype(np.int32), ids[at, column]
+        early = np.flatnonzero(batch.stop_from[rows] > batch.num_tokens[rows] + 1)
+        stop_ids = batch.stop_ids[rows[early]]
+        at, column = np.nonzero(stop_ids >= 0)
+        places, ids = early[at].astype(np.int32), stop_ids[at, column]
+        if bad := batch.extras.barred(rows, batch.tokens, batch.num_tokens):
+            more = np.array(bad, dtype=np.int32)
+            places, ids = np.concatenate((places, more[:, 0])), np.concatenate((ids, more[:, 1]))
+        return (places, ids) if len(ids) else None
 
 
 _NO_UPDATES = BlockUpdates(*(np.empty(0, dtype=np.int32) for _ in range(3)))

@@ -1,5 +1,6 @@
 """The plan of one step as flat arrays: all that crosses to a model runner, and to every shard of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -33,6 +34,64 @@ class RowParams:
 
 
 @dataclass(frozen=True, slots=True)
+class NewBias:
+    """What is to be added to the logits of a request that is new in this step; -inf bars a token.
+
+    slot: where the runner keeps it until another takes the slot. others: for all tokens that are not in token_ids.
+    """
+
+    slot: int
+    token_ids: Ints
+    values: NDArray[np.float32]
+    others: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewPenalties:
+    """The penalties of a request that is new in this step, with the tokens it has so far, to be counted in `slot`."""
+
+    slot: int
+    presence: float
+    frequency: float
+    repetition: float
+    prompt_ids: Ints
+    output_ids: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Prompt tokens whose log probabilities are asked for: M of them, by the tokens before them.
+
+    at: [M] indices into T, of the tokens before. targets: [M] token ids. num_top: most likely tokens to name beside.
+    sequences: indices into S of those they belong to, in order; counts: how many to each (0 in a prompt's last chunk,
+        if that is its last token alone).
+    """
+
+    at: Ints
+    targets: Ints
+    num_top: int
+    sequences: Ints
+    counts: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What some of a step's K samples need beyond `RowParams`; a plan has it only if one of them needs something.
+
+    biased, penalised: indices into K, and the slots there; None where there are none.
+    logprobs: indices into K of the tokens whose log probabilities are asked for; num_top: most likely ones beside.
+    """
+
+    new_biases: Sequence[NewBias] = ()
+    new_penalties: Sequence[NewPenalties] = ()
+    biased: tuple[Ints, Ints] | None = None
+    penalised: tuple[Ints, Ints] | None = None
+    logprobs: Ints | None = None
+    num_top: int = 0
+    prompt_scores: PromptScores | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BlockUpdates:
     """Entries of the persistent block tables that change: table[rows[i], columns[i]] = blocks[i]."""
 
@@ -54,7 +113,8 @@ class StepPlan:
         sampled token's position is seq_lens.
     pending: [P] indices into S: sequences whose last token of this step is the one that the step before sampled for
         their row, and is known to the device alone.
-    forbidden: index into K and token id, pairs whose logits are barred (stop tokens before min_tokens).
+    forbidden: index into K and token id, pairs whose logits are barred (stop tokens before min_tokens, ends of bad
+        words).
     """
 
     step: int
@@ -70,7 +130,33 @@ class StepPlan:
     new_rows: RowParams | None = None
     pending: Ints | None = None
     forbidden: tuple[Ints, Ints] | None = None
+    extras: Extras | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural log probabilities of n tokens and of the most likely ones in their places.
+
+    token_ids: [n, 1 + num_top], the token itself first. logprobs: float32 [n, 1 + num_top].
+    ranks: [n], of the token itself; 1 is the most likely.
+    """
+
+    token_ids: NDArray[np.integer]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought. token_ids: [K], in the order of `plan.sample`.
+
+    logprobs: of the tokens in `plan.extras.logprobs`; prompt_logprobs: of those in `plan.extras.prompt_scores`.
+    """
+
+    token_ids: NDArray[np.integer]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None

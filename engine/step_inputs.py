@@ -7,9 +7,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.logit_tables import LogitTables
 from engine.runner import RunnerInfo
-from engine.step import RowParams, StepPlan
+from engine.step import Extras, Ints, RowParams, StepPlan
 from kernels.attention import AttentionMetadata
+
+
+@dataclass(slots=True)
+class PromptScoreInputs:
+    """`PromptScores` on the device: at, targets: [M] int64."""
+
+    at: Tensor
+    targets: Tensor
+    num_top: int
+
+
+@dataclass(slots=True)
+class ExtraInputs:
+    """`Extras` on the device: biased, penalised: indices into K and slots, [n] int64 each; logprobs: [n] int64."""
+
+    biased: tuple[Tensor, Tensor] | None
+    penalised: tuple[Tensor, Tensor] | None
+    logprobs: Tensor | None
+    num_top: int
+    prompt_scores: PromptScoreInputs | None
 
 
 @dataclass(slots=True)
@@ -18,6 +39,7 @@ class StepInputs:
 
     token_ids, positions: [T] int64. sample_rows, sample_at, sample_positions: [K] int64; sample_at indexes T.
     forbidden: index into K and token id, [F] each.
+    extras: what only some rows need; None in a step where none does.
     """
 
     token_ids: Tensor
@@ -27,6 +49,7 @@ class StepInputs:
     sample_at: Tensor
     sample_positions: Tensor
     forbidden: tuple[Tensor, Tensor] | None
+    extras: ExtraInputs | None
 
 
 class DeviceRows:
@@ -35,6 +58,7 @@ class DeviceRows:
     block_tables: int32 [R, max_blocks].
     last_tokens: int64 [R], the token each row sampled last: the next step may start before the host has seen it.
     temperature, top_p, min_p: float32 [R]; top_k: int32 [R]; seed: int64 [R].
+    tables: what is as wide as the vocabulary, for rows that need it.
     """
 
     def __init__(self, info: RunnerInfo, device: torch.device) -> None:
@@ -49,6 +73,7 @@ class DeviceRows:
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tables = LogitTables(info.vocab_size, device)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Apply the plan's differences and make its tensors."""
@@ -82,7 +107,31 @@ class DeviceRows:
             forbidden=None
             if plan.forbidden is None
             else (self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1])),
+            extras=None if plan.extras is None else self._extras(plan.extras),
         )
+
+    def _extras(self, extras: Extras) -> ExtraInputs:
+        for bias in extras.new_biases:
+            self.tables.set_bias(bias)
+        for penalties in extras.new_penalties:
+            self.tables.set_penalties(penalties)
+        scores = extras.prompt_scores
+        return ExtraInputs(
+            biased=None if extras.biased is None else self._index_pair(extras.biased),
+            penalised=None if extras.penalised is None else self._index_pair(extras.penalised),
+            logprobs=None if extras.logprobs is None else self._tensor(extras.logprobs.astype(np.int64)),
+            num_top=extras.num_top,
+            prompt_scores=PromptScoreInputs(
+                self._tensor(scores.at.astype(np.int64)),
+                self._tensor(scores.targets.astype(np.int64)),
+                scores.num_top,
+            )
+            if scores is not None and len(scores.at)
+            else None,
+        )
+
+    def _index_pair(self, pair: tuple[Ints, Ints]) -> tuple[Tensor, Tensor]:
+        return self._tensor(pair[0].astype(np.int64)), self._tensor(pair[1].astype(np.int64))
 
     def _set_params(self, new: RowParams) -> None:
         rows = self._tensor(new.rows)

@@ -6,8 +6,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers.normalizers import NFC
+
 from engine.errors import ConfigError, InvalidRequestError
 from engine.model_config import configured_eos_token_ids, is_gguf
+
+_NFC_SHRINKS = 4
+"""Characters that NFC may make one of: a letter with three marks is the longest sequence that has a form of its own."""
 
 
 class Tokenizer:
@@ -52,7 +57,26 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
-        """Format a chat by the model's template and tokenise it; BOS is there only if the template writes it.
+        """Format a chat (see `format_chat`) and tokenise it; BOS is there only if the template writes it."""
+        text = self.format_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **kwargs,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def format_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """Format a chat by the model's template.
 
         kwargs: further variables of the template. Raises `InvalidRequestError` with the template's own message, or
         when the model has no template.
@@ -64,7 +88,7 @@ class Tokenizer:
         if taken := sorted(set(kwargs) & self._reserved):
             raise InvalidRequestError(f"The chat template has no variable {', '.join(taken)}.", "chat_template_kwargs")
         try:
-            text = self.hf.apply_chat_template(
+            text: str = self.hf.apply_chat_template(
                 messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -74,7 +98,28 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program of its own: it raises what it likes
             raise InvalidRequestError(f"The chat template refused the messages: {error}", "messages") from error
-        return self.encode(text, add_special_tokens=False)
+        return text
+
+    def fewest_tokens(self, text: str) -> int:
+        """Tokens that `text` has at the least, told from its length alone; 0 where that tells nothing.
+
+        For refusing what is far too long before time and memory go into tokenising it.
+        """
+        return len(text) // self._most_characters if self._most_characters else 0
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """Characters of text that one token can stand for; 0 if there is no such bound."""
+        backend = self.hf.backend_tokenizer
+        strips = any(token.lstrip or token.rstrip for token in self.hf.added_tokens_decoder.values())
+        if (
+            self.token_bytes is None
+            or strips
+            or not (backend.normalizer is None or isinstance(backend.normalizer, NFC))
+        ):
+            return 0
+        longest = max(len(token) for token in self.token_bytes if token)
+        return longest if backend.normalizer is None else longest * _NFC_SHRINKS
 
     @cached_property
     def token_bytes(self) -> list[bytes | None] | None:

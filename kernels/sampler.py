@@ -6,6 +6,8 @@ token's position as its counter, and the token is the first in vocabulary order 
 it. Filters follow vLLM's order: temperature, min_p, top_k, top_p; tokens equal to the last one kept are kept too.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -36,15 +38,19 @@ def philox(keys: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """logits: float32 [n, vocab], -inf where barred; uniforms: [n] -> token ids int64 [n]."""
+    """logits: float32 [n, vocab], -inf where barred; uniforms: [n] -> token ids int64 [n].
+
+    A row without a distribution (all of it barred, or a NaN in it) gives some id of the vocabulary all the same: one
+    beyond it would break the next step for every row.
+    """
     cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
 
 
 def lowest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, candidates: int = CANDIDATES) -> Tensor:
-    """The lowest logit that the filters keep in each row.
+    """The lowest logit that the filters keep in each row; the most likely token is always kept.
 
     logits: float32 [n, vocab], divided by the temperature; top_k: int [n], 0 keeps all; top_p in (0, 1] and min_p in
     [0, 1]: float32 [n] -> float32 [n, 1].
@@ -61,6 +67,7 @@ def lowest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, can
     inside = weights.cumsum(dim=-1) - weights < top_p[:, None] * mass  # the nucleus: tokens before top_p is reached
     nucleus = torch.where(inside, top, torch.inf).amin(dim=-1, keepdim=True)
     low = torch.where(top_p[:, None] < 1.0, torch.maximum(low, nucleus), low)
+    low = torch.minimum(low, best)  # a top_p that is 0 in float32 has no nucleus
     if size < vocab:
         beyond = ((k > size) & (k < vocab)).squeeze(-1) | (
             (top_p < 1.0) & inside[:, -1] & (top[:, -1:] >= low).squeeze(-1)
@@ -68,3 +75,35 @@ def lowest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, can
         if beyond.any():
             low[beyond] = lowest_kept(logits[beyond], top_k[beyond], top_p[beyond], min_p[beyond], vocab)
     return low
+
+
+def penalise(logits: Tensor, seen: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> Tensor:
+    """Logits of tokens that were there before, made less likely; OpenAI's and CTRL's definitions in vLLM's order.
+
+    logits: float32 [n, vocab]; seen: int32 [n, vocab], twice the times that the output has a token, plus one if the
+    prompt has it; presence, frequency, repetition: float32 [n, 1] -> float32 [n, vocab].
+    """
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen > 0, repeated, logits)
+    count = seen >> 1
+    return logits - frequency * count - presence * (count > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities of n tokens, each with the k most likely in its place.
+
+    token_ids: int64 [n, 1 + k], the token itself first; logprobs: float32 [n, 1 + k]; ranks: int64 [n], from 1.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+
+
+def token_logprobs(logprobs: Tensor, tokens: Tensor, k: int) -> TokenLogprobs:
+    """logprobs: float32 [n, vocab]; tokens: int64 [n]; at most as many of the most likely as the vocabulary has."""
+    own = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    top = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
+    return TokenLogprobs(torch.cat((tokens[:, None], top.indices), 1), torch.cat((own, top.values), 1), ranks)

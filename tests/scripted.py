@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from engine.engine import Engine
 from engine.runner import Runner, RunnerInfo
-from engine.step import StepPlan
+from engine.step import Logprobs, PromptScores, StepPlan, StepResult
 
 
 def runner_info(**overrides: object) -> RunnerInfo:
@@ -41,7 +41,7 @@ class ScriptedRunner:
         self.plans: list[StepPlan] = []
         self._given = np.zeros(self.info.max_num_seqs, dtype=int)
 
-    def launch(self, plan: StepPlan) -> list[int]:
+    def launch(self, plan: StepPlan) -> StepResult:
         self.before_step(plan)
         self.plans.append(plan)
         if plan.new_rows is not None:
@@ -50,13 +50,32 @@ class ScriptedRunner:
         for row in plan.rows[plan.sample].tolist():
             tokens.append(self.script[min(self._given[row], len(self.script) - 1)])
             self._given[row] += 1
-        return tokens
+        extras = plan.extras
+        chosen = np.array(tokens, dtype=np.int64)
+        if extras is None:
+            return StepResult(chosen)
+        scores = extras.prompt_scores
+        return StepResult(
+            chosen,
+            None if extras.logprobs is None else self._logprobs(chosen[extras.logprobs], extras.num_top),
+            None if scores is None else self._logprobs(scores.targets, scores.num_top),
+        )
 
-    def collect(self, ticket: list[int]) -> NDArray[np.integer]:
-        return np.array(ticket, dtype=np.int64)
+    def _logprobs(self, tokens: NDArray[np.integer], num_top: int) -> Logprobs:
+        """Every token is the second in likelihood: -1.5, after its successor in the vocabulary, -0.5, and so on."""
+        shifts = [0, 1, 0, *range(2, num_top)][: 1 + num_top]
+        values = [-1.5, *(-0.5 - i for i in range(num_top))]
+        ids = (tokens[:, None] + np.array(shifts)) % self.info.vocab_size
+        return Logprobs(ids, np.tile(np.float32(values), (len(tokens), 1)), np.full(len(tokens), 2))
+
+    def collect(self, ticket: StepResult) -> StepResult:
+        return ticket
 
     def close(self) -> None:
         pass
+
+
+RANKS = 1 << 20
 
 
 def digest(previous: int, token_id: int) -> int:
@@ -76,6 +95,15 @@ def shadow_continuation(prompt: Sequence[int], num_tokens: int, vocab_size: int)
     return tokens[len(prompt) :]
 
 
+def shadow_scores(prompt: Sequence[int]) -> list[int]:
+    """The ranks that a `ShadowRunner` gives the prompt's tokens, from the second, when all slots are right."""
+    value, ranks = 0, []
+    for token_id in prompt[:-1]:
+        value = digest(value, token_id)
+        ranks.append(value % RANKS)
+    return ranks
+
+
 class ShadowRunner:
     """Each KV slot holds a hash of its prefix, read back through the block tables as attention would.
 
@@ -91,7 +119,7 @@ class ShadowRunner:
         self.max_tokens_in_a_step = 0
         self.fail_next = False
 
-    def launch(self, plan: StepPlan) -> list[int]:
+    def launch(self, plan: StepPlan) -> StepResult:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("made to fail")
@@ -121,10 +149,24 @@ class ShadowRunner:
             for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
         ]
         self.last_tokens[rows] = tokens
-        return tokens
+        scores = None if plan.extras is None else plan.extras.prompt_scores
+        return StepResult(
+            np.array(tokens, dtype=np.int64), prompt_logprobs=None if scores is None else self._scores(plan, scores)
+        )
 
-    def collect(self, ticket: list[int]) -> NDArray[np.integer]:
-        return np.array(ticket, dtype=np.int64)
+    def _scores(self, plan: StepPlan, scores: PromptScores) -> Logprobs:
+        """The rank of a prompt token is (some of) the hash of the tokens before it."""
+        rows = np.repeat(plan.rows, np.diff(plan.query_start))[scores.at]
+        ranks = [
+            self._read(row, position) % RANKS
+            for row, position in zip(rows.tolist(), plan.positions[scores.at].tolist(), strict=True)
+        ]
+        return Logprobs(
+            scores.targets[:, None], np.zeros((len(ranks), 1), dtype=np.float32), np.array(ranks, dtype=np.int64)
+        )
+
+    def collect(self, ticket: StepResult) -> StepResult:
+        return ticket
 
     def close(self) -> None:
         pass
@@ -153,7 +195,7 @@ class LateRunner:
     def launch(self, plan: StepPlan) -> StepPlan:
         return plan
 
-    def collect(self, ticket: StepPlan) -> NDArray[np.integer]:
+    def collect(self, ticket: StepPlan) -> StepResult:
         return self.runner.collect(self.runner.launch(ticket))
 
     def close(self) -> None:

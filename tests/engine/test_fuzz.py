@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.engine import Engine
 from engine.outputs import FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
-from tests.scripted import LateRunner, ShadowRunner, shadow_continuation
+from tests.scripted import LateRunner, ShadowRunner, shadow_continuation, shadow_scores
 
 VOCAB = 384
 SHARED = [(3 + 7 * i) % VOCAB for i in range(24)]
@@ -44,6 +44,7 @@ class Lives(RuleBasedStateMachine):
         self.got: dict[str, list[int]] = {}
         self.cut: set[str] = set()
         self.ended: set[str] = set()
+        self.scores: dict[str, list[int]] = {}
 
     @rule(
         shared=st.integers(0, 24),
@@ -54,6 +55,7 @@ class Lives(RuleBasedStateMachine):
         stop_after=st.none() | st.integers(1, 8),
         priority=st.integers(-1, 1),
         salt=st.sampled_from([None, None, "salt"]),
+        extras=st.sampled_from([None, None, None, "scored", "scored only", "needs its last token"]),
     )
     def add(
         self,
@@ -65,6 +67,7 @@ class Lives(RuleBasedStateMachine):
         stop_after: int | None,
         priority: int,
         salt: str | None,
+        extras: str | None,
     ) -> None:
         longest = self.engine.info.max_total_tokens
         prompt = (SHARED[:shared] + own or [1])[: longest - 1]
@@ -75,13 +78,23 @@ class Lives(RuleBasedStateMachine):
             stop_ids = (whole[known + stop_after - 1],)
             first = next(i for i, token_id in enumerate(whole) if i >= known and token_id in stop_ids)
             whole = whole[: first + 1]
-        params = SamplingParams(temperature=0.0, max_tokens=num_outputs, stop_token_ids=stop_ids)
+        if extras == "scored only":
+            whole, known, stop_ids, num_outputs = [], 0, (), 0
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_outputs,
+            stop_token_ids=stop_ids,
+            prompt_logprobs=0 if extras in ("scored", "scored only") else None,
+            bad_words_token_ids=[[VOCAB - 1, 5]] if extras == "needs its last token" else (),
+        )
         for _ in range(copies):
             name = str(self.count)
             self.count += 1
             self.engine.add_request(name, prompt, params, whole[:known], priority=priority, cache_salt=salt)
             self.wanted[name] = whole[known:]
             self.got[name] = []
+            if params.prompt_logprobs is not None and not known:
+                self.scores[name] = shadow_scores(prompt)
 
     @rule(steps=st.integers(1, 4))
     def step(self, steps: int) -> None:
@@ -110,6 +123,9 @@ class Lives(RuleBasedStateMachine):
         for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
             assert name not in self.ended, "a token after the end"
             self.got[name].append(token_id)
+        for name, entries in output.prompt_logprobs.items():
+            assert [entry and entry.rank for entry in entries] == [None, *self.scores.pop(name)]
+            assert len(self.got[name]) <= 1, "with its first token"
         for finished in output.finished:
             assert finished.request_id not in self.ended, "ended twice"
             self.ended.add(finished.request_id)
@@ -117,6 +133,7 @@ class Lives(RuleBasedStateMachine):
                 self.cut.add(finished.request_id)
             else:
                 assert self.got[finished.request_id] == self.wanted[finished.request_id]
+                assert finished.request_id not in self.scores, "ended without its scores"
 
     @invariant()
     def books_balance(self) -> None:

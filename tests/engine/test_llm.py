@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.llm import LLM, RequestOutput
+from engine.llm import LLM, Logprob, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
 from engine.tokenizer import Tokenizer
@@ -285,3 +286,95 @@ def test_model_has_two_names_but_one_at_a_time(tmp_path: Path) -> None:
         LLM("a", model_path=str(tmp_path))
     with pytest.raises(ValueError, match="unknown setting max_seqs"):
         LLM("a", max_seqs=3)
+
+
+def test_n_outputs_are_those_of_seeds_in_a_row(llm: LLM) -> None:
+    sampled = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=12, ignore_eos=True)
+    together, other = llm.generate(["The quick brown fox", "One"], sampled, use_tqdm=False)
+    assert [output.index for output in together.outputs] == [0, 1, 2]
+    for i, output in enumerate(together.outputs):
+        alone = SamplingParams(temperature=1.0, seed=7 + i, max_tokens=12, ignore_eos=True)
+        (result,) = llm.generate("The quick brown fox", alone, use_tqdm=False)
+        assert result.outputs[0].token_ids == output.token_ids
+    assert len({tuple(output.token_ids) for output in together.outputs}) == 3
+    assert together.request_id != other.request_id
+
+
+def test_the_prompt_of_n_outputs_is_computed_once() -> None:
+    llm, runner = scripted(ids("ab"), max_num_batched_tokens=64)
+    (result,) = llm.generate(list(range(3, 35)), SamplingParams(n=4, max_tokens=2), use_tqdm=False)
+    assert [output.text for output in result.outputs] == ["ab"] * 4
+    assert sum(plan.num_tokens for plan in runner.plans) == 32 + 3 + 4, "the others compute their last token alone"
+    assert llm.engine.stats().live_blocks == 0
+
+
+def test_sequences_of_one_prompt_stop_each_by_itself(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, seed=1, n=8, max_tokens=30, stop=["e", "a"], logprobs=0)
+    (result,) = llm.generate("The quick", params, use_tqdm=False)
+    assert {output.finish_reason for output in result.outputs} <= {"stop", "length"}
+    assert len({len(output.token_ids) for output in result.outputs}) > 1
+    for output in result.outputs:
+        assert output.logprobs is not None
+        assert [next(iter(entry)) for entry in output.logprobs] == output.token_ids
+
+
+def test_logprobs_have_vllms_shape() -> None:
+    answer = ids("x🌶y")
+    llm, _ = scripted([*answer, EOS])
+    params = SamplingParams(logprobs=3, prompt_logprobs=1, max_tokens=20)
+    (result,) = llm.generate(PROMPT, params, use_tqdm=False)
+    output = result.outputs[0]
+    assert output.text == "x🌶y"
+    assert output.token_ids == [*answer, EOS]
+    assert output.logprobs is not None
+    x = answer[0]
+    assert output.logprobs[0] == {
+        x: Logprob(-1.5, 2, "x"),
+        x + 1: Logprob(-0.5, 1, "y"),
+        x + 2: Logprob(-2.5, 3, "z"),
+    }
+    assert [entry[i].decoded_token for i, entry in zip(output.token_ids, output.logprobs, strict=True)] == [
+        "x", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x8c", r"bytes:\xb6", "y", "<|im_end|>",
+    ]  # fmt: skip
+    assert output.cumulative_logprob == -1.5 * 7
+    assert result.prompt_logprobs is not None
+    assert result.prompt_logprobs[0] is None
+    assert [list(entry or ()) for entry in result.prompt_logprobs] == [[], [5, 6], [6, 7]]
+
+
+def test_logprobs_end_with_the_stop_string_and_are_none_where_not_asked_for() -> None:
+    answer = ids("ab STOP and more")
+    llm, _ = scripted(answer)
+    params = [SamplingParams(stop="STOP", logprobs=0, max_tokens=30), SamplingParams(max_tokens=3)]
+    stopped, plain = llm.generate([PROMPT, PROMPT], params, use_tqdm=False)
+    output = stopped.outputs[0]
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids) < len(answer)
+    assert all(len(entry) == 1 for entry in output.logprobs)
+    assert (plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob, plain.prompt_logprobs) == (None,) * 3
+
+
+def test_a_prompt_is_scored_with_no_token_made(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    (result,) = llm.generate("The quick brown fox", params, use_tqdm=False)
+    assert facts(result) == ("", "length", None)
+    assert result.outputs[0].token_ids == []
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    assert all(entry is not None for entry in result.prompt_logprobs[1:])
+
+
+def test_bad_words_are_not_in_the_text(llm: LLM) -> None:
+    plain = SamplingParams(temperature=1.2, seed=5, max_tokens=60, ignore_eos=True)
+    (before,) = llm.generate("The quick", plain, use_tqdm=False)
+    word = tokenizer().decode(before.outputs[0].token_ids[20:22])
+    assert word.strip()
+    (after,) = llm.generate("The quick", replace(plain, bad_words=[word]), use_tqdm=False)
+    assert after.outputs[0].token_ids[:20] == before.outputs[0].token_ids[:20]
+    assert after.outputs[0].token_ids != before.outputs[0].token_ids
+
+
+def test_a_bad_word_without_tokens_is_named() -> None:
+    llm, _ = scripted(ids("a"))
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: bad_words: "):
+        llm.generate(["a", "b"], [GREEDY, replace(GREEDY, bad_words=["x" * 1000])], use_tqdm=False)

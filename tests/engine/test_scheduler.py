@@ -9,7 +9,7 @@ from engine.outputs import FinishReason, StepOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import PRIORITY_S, Scheduler
-from engine.step import StepPlan
+from engine.step import StepPlan, StepResult
 from tests.scripted import ScriptedRunner, drain
 
 VOCAB = 384
@@ -177,7 +177,7 @@ def test_an_aged_request_is_served_before_newcomers_of_a_higher_priority() -> No
     def serve() -> None:
         plan = scheduler.schedule()
         assert plan is not None
-        order.extend(scheduler.commit(plan, np.array([5])).request_ids)
+        order.extend(scheduler.commit(plan, StepResult(np.array([5]))).request_ids)
 
     add("patient", 3)
     add("normal", 0)

@@ -1,11 +1,15 @@
+import copy
 import json
 import os
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+from tokenizers.normalizers import NFC, Strip
 from transformers import AutoTokenizer
 
 from engine.errors import ConfigError, InvalidRequestError
@@ -308,3 +312,29 @@ def test_a_folder_without_tokenizer_json_is_converted_by_transformers(folder: Pa
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
     text = "The quick brown fox jumps over the lazy dog, 1234"
     assert load_tokenizer(tmp_path).encode(text) == load_tokenizer(folder).encode(text)
+
+
+def test_fewest_tokens_is_never_more_than_there_are(tokenizer: Tokenizer) -> None:
+    table = tokenizer.token_bytes
+    assert table is not None
+    longest = max((token for token in table if token), key=len).decode()
+    for text in (*TEXTS, longest * 50, longest, "a" * 5000):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.fewest_tokens("a" * 100_000) > 1000
+
+
+def test_fewest_tokens_allows_for_what_a_tokenizer_takes_away(tiny: Tokenizer) -> None:
+    def variant(change: Any) -> Tokenizer:
+        hf = copy.deepcopy(tiny.hf)
+        change(hf)
+        return Tokenizer(hf, ())
+
+    composed = variant(lambda hf: setattr(hf.backend_tokenizer, "normalizer", NFC()))
+    letter = unicodedata.normalize("NFD", "\u1f82")  # one letter and three marks, and one character in NFC
+    assert len(letter) == 4
+    longest = max(len(token) for token in composed.token_bytes or () if token)
+    assert composed.fewest_tokens(letter * longest) == 1
+    other = variant(lambda hf: setattr(hf.backend_tokenizer, "normalizer", Strip()))
+    stripping = variant(lambda hf: hf.add_tokens([AddedToken("<gap>", rstrip=True)]))
+    assert len(stripping.encode("<gap>" + " " * 10_000)) == 1
+    assert other.fewest_tokens(" " * 10_000) == stripping.fewest_tokens("<gap>" + " " * 10_000) == 0

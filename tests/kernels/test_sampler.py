@@ -1,6 +1,6 @@
 import torch
 
-from kernels.sampler import draw, lowest_kept, philox, uniform
+from kernels.sampler import draw, lowest_kept, penalise, philox, token_logprobs, uniform
 
 
 def keep(
@@ -95,3 +95,33 @@ def test_a_row_without_a_distribution_still_gives_an_id_of_the_vocabulary() -> N
     tokens = draw(logits, torch.tensor([0.5, 0.5, 0.5])).tolist()
     assert all(0 <= token < 4 for token in tokens)
     assert tokens[2] == 2
+
+
+def test_penalties_are_those_of_their_definitions() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5, -3.0, 4.0]])
+    #                 not there, prompt, once, both, three times in the output
+    seen = torch.tensor([[0, 1, 2, 3, 6]], dtype=torch.int32)
+    result = penalise(logits, seen, torch.tensor([[0.5]]), torch.tensor([[0.25]]), torch.tensor([[2.0]]))
+    expected = [2.0, -2.0, 0.25 - 0.75, -6.0 - 0.75, 2.0 - 0.5 - 0.75]
+    torch.testing.assert_close(result, torch.tensor([expected]), atol=0, rtol=0)
+    assert logits[0].tolist() == [2.0, -1.0, 0.5, -3.0, 4.0]
+
+
+def test_penalties_leave_barred_tokens_barred_and_neighbours_alone() -> None:
+    logits = torch.tensor([[-torch.inf, 1.0], [-torch.inf, 1.0]])
+    seen = torch.tensor([[3, 2], [0, 0]], dtype=torch.int32)
+    column = torch.tensor([[-2.0], [-2.0]])
+    result = penalise(logits, seen, column, column, torch.tensor([[0.5], [0.5]]))
+    assert result.tolist() == [[-torch.inf, 6.0], [-torch.inf, 1.0]]
+
+
+def test_logprobs_name_the_token_and_the_most_likely_ones() -> None:
+    logprobs = torch.tensor([[0.1, 0.2, 0.4, 0.3], [0.25, 0.25, 0.4, 0.1]]).log()
+    found = token_logprobs(logprobs, torch.tensor([1, 0]), 2)
+    assert found.token_ids.tolist()[0] == [1, 2, 3]
+    assert found.token_ids.tolist()[1][:2] == [0, 2]
+    assert found.ranks.tolist() == [3, 2]
+    torch.testing.assert_close(found.logprobs.exp(), torch.tensor([[0.2, 0.4, 0.3], [0.25, 0.4, 0.25]]))
+    none = token_logprobs(logprobs, torch.tensor([1, 0]), 0)
+    assert none.token_ids.tolist() == [[1], [0]]
+    assert token_logprobs(logprobs, torch.tensor([1, 0]), 20).token_ids.shape == (2, 5)

@@ -1,0 +1,95 @@
+"""A decoder whose matrices are in 8 bits, against the same decoder in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.layers.linear import Quantization
+from engine.loader import load_weights
+from engine.model_config import load_model_config
+from engine.models.decoder import Decoder
+from kernels.attention import AttentionMetadata, select_backend
+from kernels.linear import PackedWeight
+from kernels.quantized_linear import QuantizedWeight
+from tests import tiny_models
+
+
+@pytest.fixture(scope="module", params=["llama", "llama_tied", "qwen3", "biased"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model")
+    if request.param == "qwen3":
+        return tiny_models.qwen3(root)
+    overrides = {"llama": {}, "llama_tied": {"tie_word_embeddings": True}, "biased": {"attention_bias": True}}
+    return tiny_models.llama(root, **overrides[request.param])
+
+
+def decoder(folder: Path, quantization: Quantization | None) -> Decoder:
+    config = load_model_config(folder)
+    backend = select_backend("cpu", torch.float32, config.head_dim)
+    model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
+    load_weights(model.targets(), folder, tied=config.tie_word_embeddings)
+    model.pack(quantization)
+    return model
+
+
+def logits_of(model: Decoder, tokens: Tensor, kv_dtype: torch.dtype | None = None) -> Tensor:
+    config, n = model.config, len(tokens)
+    backend = select_backend("cpu", torch.float32, config.head_dim, kv_dtype=kv_dtype)
+    shape = (4, 16, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+    caches = [backend.kv_cache(*shape) for _ in range(config.num_layers)]
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, n], dtype=torch.int32),
+        seq_lens=torch.tensor([n], dtype=torch.int32),
+        block_tables=torch.arange(4, dtype=torch.int32)[None],
+        rows=torch.zeros(1, dtype=torch.int32),
+        slots=torch.arange(n),
+        max_query_len=n,
+        max_seq_len=n,
+    )
+    return model.logits(model.forward(tokens, torch.arange(n), caches, metadata))
+
+
+def test_quantized_logits_stay_near(folder: Path) -> None:
+    tokens = torch.randint(3, 380, (50,), generator=torch.Generator().manual_seed(0))
+    expected, got = (logits_of(decoder(folder, quantization), tokens) for quantization in (None, "int8"))
+    assert got.dtype is torch.float32
+    error = (got - expected).norm() / expected.norm()
+    # The random weights are large, so attention is sharp and magnifies. The lower bound: it is quantised at all.
+    assert 1e-4 < error < 0.08
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+def test_logits_with_a_narrow_cache_are_within_three_percent(folder: Path, kv_dtype: torch.dtype) -> None:
+    tokens = torch.randint(3, 380, (50,), generator=torch.Generator().manual_seed(0))
+    model = decoder(folder, None)
+    expected, got = logits_of(model, tokens), logits_of(model, tokens, kv_dtype)
+    assert 1e-5 < (got - expected).norm() / expected.norm() < 0.03
+
+
+def test_every_matrix_is_in_eight_bits_and_a_tied_one_is_held_once(folder: Path) -> None:
+    model = decoder(folder, "int8")
+    matrices = [model.embedding, model.head.weight]
+    for layer in model.layers:
+        parts = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        matrices += [part.weight for part in parts]
+    assert all(isinstance(matrix, QuantizedWeight) for matrix in matrices)
+    assert (model.embedding is model.head.weight) == model.config.tie_word_embeddings
+
+
+def test_without_quantization_nothing_is_rounded(folder: Path) -> None:
+    model = decoder(folder, None)
+    assert isinstance(model.embedding, Tensor)
+    packed = model.layers[0].mlp.down.weight
+    assert isinstance(packed, PackedWeight)
+    loaded = {name: tensor.clone() for name, tensor in fresh_targets(folder).items()}
+    assert torch.equal(packed.unpack(), loaded["model.layers.0.mlp.down_proj.weight"])
+
+
+def fresh_targets(folder: Path) -> dict[str, Tensor]:
+    config = load_model_config(folder)
+    backend = select_backend("cpu", torch.float32, config.head_dim)
+    model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
+    load_weights(model.targets(), folder, tied=config.tie_word_embeddings)
+    return model.targets()
