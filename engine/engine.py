@@ -4,13 +4,16 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from engine.grammar import Grammar, GrammarCompiler
+from engine.grammar_vocabulary import Vocabulary, grammar_vocabulary
 from engine.outputs import EngineStats, Finished, StepOutput
 from engine.request import Request
 from engine.runner import Runner
@@ -51,8 +54,10 @@ class Engine:
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
         async_scheduling: bool = False,
+        read_vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
         self.runner = runner
+        self._grammars = None if read_vocabulary is None else GrammarCompiler(read_vocabulary)
         self._depth = 2 if async_scheduling else 1
         self._launched: deque[tuple[StepPlan, Any]] = deque()  # with their tickets, or what went wrong in the launch
         info = runner.info
@@ -97,9 +102,14 @@ class Engine:
         """Load the model that `config` names. Raises `ConfigError` for what cannot be."""
         from engine.hub import resolve_model
         from engine.model_runner import ModelRunner
+        from engine.tokenizer import load_tokenizer
 
         path = resolve_model(config.model)
         runner = ModelRunner.from_config(config, path)
+
+        def read_vocabulary() -> Vocabulary:
+            return grammar_vocabulary(load_tokenizer(path, config.trust_remote_code), runner.info.vocab_size)
+
         asynchronous = config.async_scheduling
         return cls(
             runner,
@@ -108,6 +118,7 @@ class Engine:
             async_scheduling=runner.info.device != "cpu" if asynchronous is None else asynchronous,
             enable_chunked_prefill=config.enable_chunked_prefill,
             enable_prefix_caching=config.enable_prefix_caching,
+            read_vocabulary=read_vocabulary,
         )
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, output_ids: Sequence[int] = ()) -> None:
@@ -123,6 +134,8 @@ class Engine:
                 "bad_words are texts, and the engine takes token ids: `bad_words.expand` makes these of them.",
                 "bad_words",
             )
+        if params.structured_outputs is not None and self._grammars is None:
+            raise InvalidRequestError("This engine has no vocabulary for structured output.", "structured_outputs")
         if not prompt_ids:
             raise InvalidRequestError("The prompt is empty: it needs at least one token.", "prompt")
         longest = self.info.max_total_tokens
@@ -150,6 +163,15 @@ class Engine:
                 "output_ids",
             )
 
+    def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        """Begin to compile what `params` asks for, in another thread; None if that is nothing. Thread-safe.
+
+        `add_request` waits for it, so who must not wait asks here first. The future raises `InvalidRequestError`.
+        """
+        if params.structured_outputs is None or self._grammars is None:
+            return None
+        return self._grammars.compile(params.structured_outputs)
+
     def add_request(
         self,
         request_id: str,
@@ -172,6 +194,11 @@ class Engine:
         self.check(prompt_ids, params, output_ids)
         if request_id in self.scheduler.requests:
             raise InvalidRequestError(f"A request with id {request_id!r} is already there.", "request_id")
+        matcher = None
+        if (compiling := self.compile_grammar(params)) is not None:
+            matcher = compiling.result().matcher()
+            if not matcher.accept_many(output_ids):
+                raise InvalidRequestError("The output_ids do not fit the structured output.", "output_ids")
         self.scheduler.add(
             Request(
                 request_id,
@@ -183,6 +210,7 @@ class Engine:
                 stop_ids=self._stop_ids(params),
                 priority=priority,
                 salt=cache_salt,
+                matcher=matcher,
                 hashes=None if block_hashes is None else block_hashes[: len(prompt_ids) // self.info.block_size],
             )
         )
@@ -307,4 +335,6 @@ class Engine:
         for request_id in list(self.scheduler.requests):
             self.abort(request_id)
         self._launched.clear()
+        if self._grammars is not None:
+            self._grammars.close()
         self.runner.close()

@@ -9,6 +9,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.grammar import Matcher, fill_masks
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.step import Extras, Ints, NewBias, NewPenalties, PromptScores
@@ -37,6 +38,7 @@ class ExtraRows:
         self._new_penalties: list[NewPenalties] = []
         self._with_bad_words: dict[int, Request] = {}
         self._with_scores: dict[int, Request] = {}
+        self._with_matcher: dict[int, Matcher] = {}
 
     def add(self, row: int, request: Request) -> None:
         if not request.has_extras:
@@ -64,6 +66,8 @@ class ExtraRows:
             self._with_bad_words[row] = request
         if request.prompt_logprobs is not None:
             self._with_scores[row] = request
+        if request.matcher is not None:
+            self._with_matcher[row] = request.matcher
 
     def remove(self, row: int, request: Request) -> None:
         if not request.has_extras:
@@ -75,6 +79,7 @@ class ExtraRows:
         self._penalty_slots.give_back(row)
         self._with_bad_words.pop(row, None)
         self._with_scores.pop(row, None)
+        self._with_matcher.pop(row, None)
 
     def plan(
         self, rows: Ints, start: Ints, seq_lens: Ints, query_start: Ints, sample: Ints, tokens: NDArray[np.int32]
@@ -89,10 +94,44 @@ class ExtraRows:
             new_penalties=new_penalties,
             biased=self._bias_slots.among(sampled),
             penalised=self._penalty_slots.among(sampled),
+            masked=self._masks(sampled),
             logprobs=logprobs if len(logprobs) else None,
             num_top=int(self.num_logprobs[sampled[logprobs]].max(initial=0)),
             prompt_scores=self._prompt_scores(rows, start, seq_lens, query_start, tokens),
         )
+
+    @property
+    def num_matchers(self) -> int:
+        """Running requests under a grammar."""
+        return len(self._with_matcher)
+
+    def follow(self, rows: Ints, ids: Ints) -> dict[int, str | None]:
+        """Tell the grammars of `rows` the tokens [n] just sampled for them.
+
+        Returns what ends by it, by index into `rows`: None where the output is complete and nothing can follow, or what
+        went wrong: no token that the request's other settings allow fits its grammar, or that has grown too costly.
+        """
+        ends: dict[int, str | None] = {}
+        for i, row in enumerate(rows.tolist()):
+            matcher = self._with_matcher.get(row)
+            if matcher is None:
+                continue
+            if matcher.error or not matcher.accept(int(ids[i])):
+                ends[i] = f"structured output cannot go on: {matcher.error or 'no allowed token fits'}"
+            elif matcher.is_terminated:
+                ends[i] = None
+        return ends
+
+    def _masks(self, rows: Ints) -> tuple[Ints, NDArray[np.int32]] | None:
+        if not self._with_matcher:
+            return None
+        at = [i for i, row in enumerate(rows.tolist()) if row in self._with_matcher]
+        if not at:
+            return None
+        matchers = [self._with_matcher[int(rows[i])] for i in at]
+        masks = np.empty((len(at), matchers[0].width), dtype=np.int32)
+        fill_masks(matchers, masks)  # one in an error allows EOS alone, and `follow` ends it
+        return np.array(at, dtype=np.int32), masks
 
     def barred(self, rows: Ints, tokens: NDArray[np.int32], num_tokens: Ints) -> list[tuple[int, int]]:
         """Index into `rows` and token id of what would complete a bad word of several tokens."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from engine.bad_words import BadSequences
 from engine.block_hash import chain, root_hash
+from engine.grammar import Matcher
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 
@@ -29,6 +30,7 @@ class Request:
     bad_sequences: what it may not say.
     needs_last_token: whether what it may choose next depends on the token before, so that it is never planned for ahead
         of one that is not known yet.
+    matcher: where its output stands in the grammar it must follow, by all tokens that are known; None without one.
     has_extras: whether it needs anything of `ExtraRows`.
     hashes: digests of its full blocks as far as they have been computed.
     blocks: the KV blocks it holds, in order.
@@ -41,6 +43,7 @@ class Request:
         "has_extras",
         "hashes",
         "limit",
+        "matcher",
         "needs_last_token",
         "num_cached_tokens",
         "num_prompt",
@@ -70,6 +73,7 @@ class Request:
         priority: int = 0,
         salt: str | None = None,
         hashes: list[bytes] | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids: NDArray[np.int32] = np.array([*prompt_ids, *output_ids], dtype=np.int32)
@@ -88,7 +92,8 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.hashes = list(hashes or ())
         self.bad_sequences = BadSequences(params.bad_words_token_ids)
-        self.needs_last_token = bool(self.bad_sequences)
+        self.matcher = matcher
+        self.needs_last_token = bool(self.bad_sequences) or matcher is not None
         # With output it was there before, and its prompt's came with the first token.
         scored = params.prompt_logprobs is not None and not output_ids
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scored else None

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.step import SamplingMode
 from engine.step_inputs import DeviceRows, PromptScoreInputs, StepInputs
+from kernels.bitmask import apply_bitmask
 from kernels.sampler import TokenLogprobs, draw, lowest_kept, token_logprobs, uniform
 
 PROMPT_ROWS = 256
@@ -28,6 +29,9 @@ def sample(
             raw = torch.log_softmax(logits[extras.logprobs], dim=-1)
         if extras.biased is not None:
             tables.add_bias(logits, *extras.biased)
+        if extras.masked is not None:
+            at, masks = extras.masked
+            apply_bitmask(logits, masks, None if len(at) == len(logits) else at)
     if inputs.forbidden is not None:
         logits[inputs.forbidden] = -torch.inf
     if extras is not None and extras.penalised is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import InvalidRequestError
+from engine.structured_output import StructuredOutputSpec
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by less overflows, and argmax is their limit."""
@@ -48,6 +49,8 @@ class SamplingParams:
         biases, penalties, temperature and filters.
     prompt_logprobs: the same of each prompt token but the first. The prompt is computed whole for it, without the
         prefix cache.
+    structured_outputs: the form that the output must have. It ends when nothing more can follow, whatever min_tokens
+        says.
     stop: strings that end the output; found in the text, by whoever detokenises.
     stop_token_ids: token ids that end the output, beside the model's own EOS ids.
 
@@ -76,6 +79,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputSpec | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -93,6 +97,11 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if not isinstance(self.structured_outputs, StructuredOutputSpec | None):
+            raise InvalidRequestError(
+                f"structured_outputs must be a StructuredOutputSpec, got {type(self.structured_outputs).__name__}.",
+                "structured_outputs",
+            )
         self._check_lengths()
         stops = (self.stop,) if isinstance(self.stop, str) else self._texts("stop", self.stop)
         if not all(stops):

@@ -200,11 +200,13 @@ class Scheduler:
         if plan.extras is not None:
             hand_out(plan, result, batch, output)
             self._end_scored(plan, output)
-        ended = np.flatnonzero(stopped | (num_tokens >= batch.limit[rows]))
-        for i in ended.tolist():
-            reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+        ends = batch.extras.follow(rows, ids) if batch.extras.num_matchers else {}
+        ended = np.flatnonzero(stopped | (num_tokens >= batch.limit[rows])).tolist()
+        for i in ended if not ends else sorted({*ended, *ends}):
+            error = ends.get(i)
+            reason = FinishReason.STOP if stopped[i] or i in ends else FinishReason.LENGTH
             stop_id = output.token_ids[i] if stopped[i] else None
-            finished = self.finish(output.request_ids[i], reason, stop_id)
+            finished = self.finish(output.request_ids[i], FinishReason.ERROR if error else reason, stop_id, error)
             assert finished is not None
             output.finished.append(finished)
         return output

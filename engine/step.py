@@ -79,6 +79,7 @@ class Extras:
     """What some of a step's K samples need beyond `RowParams`; a plan has it only if one of them needs something.
 
     biased, penalised: indices into K, and the slots there; None where there are none.
+    masked: indices into K, and int32 [n, ceil(vocab / 32)], bit i % 32 of word i // 32 set where token i is allowed.
     logprobs: indices into K of the tokens whose log probabilities are asked for; num_top: most likely ones beside.
     """
 
@@ -86,6 +87,7 @@ class Extras:
     new_penalties: Sequence[NewPenalties] = ()
     biased: tuple[Ints, Ints] | None = None
     penalised: tuple[Ints, Ints] | None = None
+    masked: tuple[Ints, NDArray[np.int32]] | None = None
     logprobs: Ints | None = None
     num_top: int = 0
     prompt_scores: PromptScores | None = None

@@ -24,9 +24,13 @@ class PromptScoreInputs:
 
 @dataclass(slots=True)
 class ExtraInputs:
-    """`Extras` on the device: biased, penalised: indices into K and slots, [n] int64 each; logprobs: [n] int64."""
+    """`Extras` on the device: biased, penalised: indices into K and slots, [n] int64 each; logprobs: [n] int64.
+
+    masked: indices into K, [n] int64, and bitmasks of allowed tokens, int32 [n, ceil(vocab / 32)].
+    """
 
     biased: tuple[Tensor, Tensor] | None
+    masked: tuple[Tensor, Tensor] | None
     penalised: tuple[Tensor, Tensor] | None
     logprobs: Tensor | None
     num_top: int
@@ -119,6 +123,9 @@ class DeviceRows:
         return ExtraInputs(
             biased=None if extras.biased is None else self._index_pair(extras.biased),
             penalised=None if extras.penalised is None else self._index_pair(extras.penalised),
+            masked=None
+            if extras.masked is None
+            else (self._tensor(extras.masked[0].astype(np.int64)), self._tensor(extras.masked[1])),
             logprobs=None if extras.logprobs is None else self._tensor(extras.logprobs.astype(np.int64)),
             num_top=extras.num_top,
             prompt_scores=PromptScoreInputs(

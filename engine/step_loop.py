@@ -8,9 +8,11 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.grammar import Grammar
 from engine.outputs import EngineStats, Finished, FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
 
@@ -91,6 +93,10 @@ class StepLoop:
             else:
                 self._commands.append(add)
             self._wake.notify()
+
+    def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        """As `Engine.compile_grammar`: await it before `submit`, or the step thread waits, and all streams with it."""
+        return self.engine.compile_grammar(params)
 
     def abort(self, request_id: str) -> None:
         """End a request. Thread-safe, idempotent, and good before the request has arrived."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import grammar as grammar_module
 from engine.errors import ConfigError, InvalidRequestError
-from engine.grammar import GrammarCompiler, Matcher, bitmask_width
+from engine.grammar import GrammarCompiler, Matcher, bitmask_width, fill_masks
 from engine.grammar_vocabulary import Vocabulary, grammar_vocabulary
 from engine.structured_output import WHITESPACE, StructuredOutputSpec
 from engine.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ def vocabulary() -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def compiler():
-    compiler = GrammarCompiler(vocabulary())
+    compiler = GrammarCompiler(vocabulary)
     yield compiler
     compiler.close()
 
@@ -285,7 +285,7 @@ def test_masks_of_a_batch_equal_those_of_each(compiler, count):
     batch, single = ([matcher(compiler, specs[i % len(specs)]) for i in range(count)] for _ in range(2))
     out = np.full((count + 2, bitmask_width(PADDED)), 7, np.int32)
     for _ in range(3):
-        assert compiler.fill_masks(batch, out) == []
+        assert fill_masks(batch, out) == []
         for i in range(count):
             row = np.zeros(bitmask_width(PADDED), np.int32)
             single[i].fill_mask(row)
@@ -300,7 +300,7 @@ def test_a_batch_names_the_matchers_in_an_error(compiler):
     batch = [matcher(compiler, StructuredOutputSpec(regex="a+")) for _ in range(3)]
     batch[1].accept(ids_of("b")[0])
     out = np.zeros((3, bitmask_width(PADDED)), np.int32)
-    assert compiler.fill_masks(batch, out) == [1]
+    assert fill_masks(batch, out) == [1]
     assert (out[0] == out[2]).all()
 
 
@@ -316,7 +316,7 @@ def test_a_batch_names_the_matchers_in_an_error(compiler):
 def test_a_mask_array_that_does_not_fit_is_refused(compiler, out):
     batch = [matcher(compiler, StructuredOutputSpec(regex="a+")) for _ in range(2)]
     with pytest.raises(ValueError, match="out"):
-        compiler.fill_masks(batch, out)
+        fill_masks(batch, out)
 
 
 def test_a_grammar_that_grows_too_costly_ends_in_an_error_not_in_an_end(compiler):
@@ -351,7 +351,7 @@ def test_compiling_and_following_the_pathological_is_bounded(compiler, spec):
 
 def test_grammars_are_kept_and_the_oldest_goes(monkeypatch):
     monkeypatch.setattr(grammar_module, "MAX_GRAMMARS", 2)
-    compiler = GrammarCompiler(vocabulary())
+    compiler = GrammarCompiler(vocabulary)
     a, b, c = (StructuredOutputSpec(regex=letter) for letter in "abc")
     first = compiler.compile(a)
     assert compiler.compile(StructuredOutputSpec(regex="a")) is first
@@ -359,7 +359,7 @@ def test_grammars_are_kept_and_the_oldest_goes(monkeypatch):
     assert compiler.compile(a) is first  # so b is the oldest
     compiler.compile(c)
     assert compiler.compile(a) is first
-    compiler.discard(a)
+    first.result(60).is_sound = False  # as when a matcher of it has failed
     again = compiler.compile(a)
     assert again is not first
     assert again.result(60).matcher().accept_many(ids_of("a"))
@@ -378,7 +378,7 @@ def test_compiling_too_long_is_given_up(monkeypatch):
     monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
     gate = threading.Event()
     monkeypatch.setattr(grammar_module, "grammar_text", lambda spec: gate.wait(60) and 'start: "a"')
-    compiler = GrammarCompiler(vocabulary())
+    compiler = GrammarCompiler(vocabulary)
     futures = [compiler.compile(StructuredOutputSpec(regex="a" * n)) for n in (1, 2, 3)]  # one more than threads
     for future in futures:
         with pytest.raises(InvalidRequestError, match=r"takes longer than 0.05 s"):
@@ -424,7 +424,7 @@ def test_a_sentencepiece_vocabulary_has_bytes_too():
     assert found.special_ids == {0, 1}
     assert found.tokens[2:258] == [bytes([byte]) for byte in range(256)]
     assert found.tokens[258:] == [b" ", b" a", b"a", b'{"', b" b", b"b", "🙂".encode()]
-    compiler = GrammarCompiler(found)
+    compiler = GrammarCompiler(lambda: found)
     current = compiler.compile(StructuredOutputSpec(choice=("a b🙂",))).result(60).matcher()
     assert current.accept_many([260, 262, *(2 + byte for byte in "🙂".encode())])
     assert current.is_terminated
