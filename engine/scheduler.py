@@ -29,8 +29,9 @@ from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
 from engine.logprobs import hand_out
 from engine.outputs import Finished, FinishReason, StepOutput
+from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
-from engine.step import BlockUpdates, Ints, RowParams, SamplingMode, StepPlan, StepResult
+from engine.step import Ints, StepPlan, StepResult
 
 PRIORITY_S = 60.0
 """Seconds of waiting that one level of priority is worth."""
@@ -60,6 +61,7 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.blocks = BlockManager(num_blocks, enable_prefix_caching)
         self.batch = Batch(self.max_num_seqs, max_total_tokens, block_size)
+        self._plans = PlanBuilder(self.batch)
         self.requests: dict[str, Request] = {}
         self._clock = clock
         self._waiting: list[tuple[float, int, Request]] = []  # heap by (rank, arrival); aborted ones stay until met
@@ -69,10 +71,6 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
         self._ending: list[Request] = []  # ended, but named by a step in flight
         self._arrivals = 0
-        self._steps = 0
-        self._arange = np.arange(self.max_num_seqs + 1, dtype=np.int32)
-        self._updates: list[tuple[int, int, int]] = []  # (row, column, block) since the last plan
-        self._new_rows: list[int] = []
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
@@ -171,7 +169,7 @@ class Scheduler:
         rows = rows[counts[rows] > 0]
         if not len(rows):
             return None
-        plan = self._plan(rows, counts[rows])
+        plan = self._plans.plan(rows, counts[rows], in_flight=bool(self._in_flight))
         self._advance(plan)
         return plan
 
@@ -294,7 +292,7 @@ class Scheduler:
 
     def _hold(self, request: Request, block: int) -> None:
         request.blocks.append(block)
-        self._updates.append((request.row, self.batch.append_block(request.row, block), block))
+        self._plans.add_block(request.row, block)
 
     def _start_again(self, request: Request) -> None:
         """Take everything from a running request but its tokens, and let it wait."""
@@ -310,8 +308,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give back the request's row and blocks."""
-        if self._updates:  # the row may go to another request in this very step
-            self._updates = [update for update in self._updates if update[0] != request.row]
+        self._plans.remove_row(request.row)
         self.batch.remove(request)
         self.blocks.release(request.blocks)
         request.blocks = []
@@ -375,7 +372,7 @@ class Scheduler:
         self._num_waiting -= 1
         request.status = Status.RUNNING
         row = self.batch.add(request, reused, start)
-        self._new_rows.append(row)
+        self._plans.add_row(row)
         self.blocks.take(hits)
         for block in hits:
             self._hold(request, block)
@@ -399,52 +396,6 @@ class Scheduler:
         if self._order is None:
             self._order = np.array([request.row for request in self._running], dtype=np.int32)
         return self._order
-
-    def _plan(self, rows: Ints, counts: Ints) -> StepPlan:
-        batch = self.batch
-        start = batch.num_computed[rows]
-        seq_lens = start + counts
-        last_positions = batch.num_tokens[rows] - 1
-        if (counts == 1).all():
-            query_start = self._arange[: len(rows) + 1]
-            token_rows, positions = rows, start
-        else:
-            query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-            np.cumsum(counts, out=query_start[1:])
-            token_rows = np.repeat(rows, counts)
-            offsets = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1], counts)
-            positions = np.repeat(start, counts) + offsets
-        blocks = batch.block_table[token_rows, positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
-        if self._new_rows:  # only a request that is new here can begin among tokens that it took from the cache
-            slots[positions < batch.num_reused[token_rows]] = -1
-        token_ids = batch.tokens[token_rows, positions]
-        pending = None
-        if self._in_flight:
-            pending = np.flatnonzero(token_ids[query_start[1:] - 1] == PENDING).astype(np.int32)
-        complete = seq_lens > last_positions
-        if batch.extras.num_users:
-            complete &= ~batch.extras.scores_only[rows]
-        sample = np.flatnonzero(complete).astype(np.int32)
-        self._steps += 1
-        return StepPlan(
-            step=self._steps,
-            rows=rows,
-            query_start=query_start,
-            seq_lens=seq_lens,
-            token_ids=token_ids,
-            positions=positions,
-            slots=slots,
-            sample=sample,
-            mode=self._mode(),
-            block_updates=self._block_updates(),
-            new_rows=self._row_params(),
-            pending=pending if pending is not None and len(pending) else None,
-            forbidden=self._forbidden(rows[sample]),
-            extras=batch.extras.plan(rows, start, seq_lens, query_start, sample, batch.tokens)
-            if batch.extras.num_users
-            else None,
-        )
 
     def _advance(self, plan: StepPlan) -> None:
         """Take the plan's effect for granted, so that the next one can be made."""
@@ -470,48 +421,3 @@ class Scheduler:
                 else:
                     self._release(request)
             self._ending = still
-
-    def _row_params(self) -> RowParams | None:
-        if not self._new_rows:
-            return None
-        rows = np.array(self._new_rows, dtype=np.int32)
-        self._new_rows = []
-        batch = self.batch
-        return RowParams(
-            rows,
-            batch.temperature[rows],
-            batch.top_p[rows],
-            batch.min_p[rows],
-            batch.top_k[rows],
-            batch.seed[rows],
-        )
-
-    def _block_updates(self) -> BlockUpdates:
-        if not self._updates:
-            return _NO_UPDATES
-        table = np.array(self._updates, dtype=np.int32)
-        self._updates = []
-        return BlockUpdates(table[:, 0], table[:, 1], table[:, 2])
-
-    def _mode(self) -> SamplingMode:
-        batch = self.batch
-        if batch.num_filtered:
-            return SamplingMode.FULL
-        return SamplingMode.PLAIN if batch.num_random else SamplingMode.GREEDY
-
-    def _forbidden(self, rows: Ints) -> tuple[Ints, Ints] | None:
-        """Stop tokens are barred where the next token comes before min_tokens, and a bad word's last token."""
-        batch = self.batch
-        if not batch.num_held and not batch.extras.num_users:
-            return None
-        early = np.flatnonzero(batch.stop_from[rows] > batch.num_tokens[rows] + 1)
-        stop_ids = batch.stop_ids[rows[early]]
-        at, column = np.nonzero(stop_ids >= 0)
-        places, ids = early[at].astype(np.int32), stop_ids[at, column]
-        if bad := batch.extras.barred(rows, batch.tokens, batch.num_tokens):
-            more = np.array(bad, dtype=np.int32)
-            places, ids = np.concatenate((places, more[:, 0])), np.concatenate((ids, more[:, 1]))
-        return (places, ids) if len(ids) else None
-
-
-_NO_UPDATES = BlockUpdates(*(np.empty(0, dtype=np.int32) for _ in range(3)))

@@ -1,0 +1,122 @@
+"""Turns what the scheduler decided into a step's plan: flat arrays, and the differences to what the device has."""
+
+import numpy as np
+
+from engine.batch import PENDING, Batch
+from engine.step import BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
+
+
+class PlanBuilder:
+    """Collects the changes of rows and blocks since the last plan, and makes the next one."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._steps = 0
+        self._arange = np.arange(len(batch.num_tokens) + 1, dtype=np.int32)
+        self._updates: list[tuple[int, int, int]] = []  # (row, column, block)
+        self._new_rows: list[int] = []
+
+    def add_row(self, row: int) -> None:
+        """A request has got the row."""
+        self._new_rows.append(row)
+
+    def add_block(self, row: int, block: int) -> None:
+        """The row's request has got a block, its next."""
+        self._updates.append((row, self._batch.append_block(row, block), block))
+
+    def remove_row(self, row: int) -> None:
+        """The row's request is gone, and another may get the row in this very step."""
+        if self._updates:
+            self._updates = [update for update in self._updates if update[0] != row]
+
+    def plan(self, rows: Ints, counts: Ints, in_flight: bool) -> StepPlan:
+        """`counts[i]` tokens for each row. in_flight: whether tokens of the rows may be PENDING."""
+        batch, size = self._batch, self._batch.block_size
+        start = batch.num_computed[rows]
+        seq_lens = start + counts
+        last_positions = batch.num_tokens[rows] - 1
+        if (counts == 1).all():
+            query_start = self._arange[: len(rows) + 1]
+            token_rows, positions = rows, start
+        else:
+            query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(counts, out=query_start[1:])
+            token_rows = np.repeat(rows, counts)
+            offsets = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1], counts)
+            positions = np.repeat(start, counts) + offsets
+        blocks = batch.block_table[token_rows, positions // size].astype(np.int64)
+        slots = blocks * size + positions % size
+        if self._new_rows:  # only a request that is new here can begin among tokens that it took from the cache
+            slots[positions < batch.num_reused[token_rows]] = -1
+        token_ids = batch.tokens[token_rows, positions]
+        pending = None
+        if in_flight:
+            pending = np.flatnonzero(token_ids[query_start[1:] - 1] == PENDING).astype(np.int32)
+        complete = seq_lens > last_positions
+        if batch.extras.num_users:
+            complete &= ~batch.extras.scores_only[rows]
+        sample = np.flatnonzero(complete).astype(np.int32)
+        self._steps += 1
+        return StepPlan(
+            step=self._steps,
+            rows=rows,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            sample=sample,
+            mode=self._mode(),
+            block_updates=self._block_updates(),
+            new_rows=self._row_params(),
+            pending=pending if pending is not None and len(pending) else None,
+            forbidden=self._forbidden(rows[sample]),
+            extras=batch.extras.plan(rows, start, seq_lens, query_start, sample, batch.tokens)
+            if batch.extras.num_users
+            else None,
+        )
+
+    def _row_params(self) -> RowParams | None:
+        if not self._new_rows:
+            return None
+        rows = np.array(self._new_rows, dtype=np.int32)
+        self._new_rows = []
+        batch = self._batch
+        return RowParams(
+            rows,
+            batch.temperature[rows],
+            batch.top_p[rows],
+            batch.min_p[rows],
+            batch.top_k[rows],
+            batch.seed[rows],
+        )
+
+    def _block_updates(self) -> BlockUpdates:
+        if not self._updates:
+            return _NO_UPDATES
+        table = np.array(self._updates, dtype=np.int32)
+        self._updates = []
+        return BlockUpdates(table[:, 0], table[:, 1], table[:, 2])
+
+    def _mode(self) -> SamplingMode:
+        batch = self._batch
+        if batch.num_filtered:
+            return SamplingMode.FULL
+        return SamplingMode.PLAIN if batch.num_random else SamplingMode.GREEDY
+
+    def _forbidden(self, rows: Ints) -> tuple[Ints, Ints] | None:
+        """Stop tokens are barred where the next token comes before min_tokens, and a bad word's last token."""
+        batch = self._batch
+        if not batch.num_held and not batch.extras.num_users:
+            return None
+        early = np.flatnonzero(batch.stop_from[rows] > batch.num_tokens[rows] + 1)
+        stop_ids = batch.stop_ids[rows[early]]
+        at, column = np.nonzero(stop_ids >= 0)
+        places, ids = early[at].astype(np.int32), stop_ids[at, column]
+        if bad := batch.extras.barred(rows, batch.tokens, batch.num_tokens):
+            more = np.array(bad, dtype=np.int32)
+            places, ids = np.concatenate((places, more[:, 0])), np.concatenate((ids, more[:, 1]))
+        return (places, ids) if len(ids) else None
+
+
+_NO_UPDATES = BlockUpdates(*(np.empty(0, dtype=np.int32) for _ in range(3)))
