@@ -37,10 +37,14 @@ COMPILERS = ("g++", "clang++", "c++")
 
 # -ffp-contract: a * b + c may become one FMA, which strict ISO mode forbids.
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fvisibility=hidden")
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
 ISA_FLAGS = {
     "portable": (),
-    "avx2": ("-mavx2", "-mfma"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
+    "avx2": _AVX2,
+    "avx2_vnni": (*_AVX2, "-mavxvnni"),
+    "avx512": _AVX512,
+    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
 }
 
 
@@ -122,7 +126,10 @@ def _source_key() -> str:
 def _compiler() -> list[str]:
     """`CXX`, which may hold arguments, or the first of g++, clang++ and c++ on the path."""
     asked = os.environ.get("CXX")
-    candidates = [shlex.split(asked)] if asked else [[name] for name in COMPILERS]
+    try:
+        candidates = [shlex.split(asked)] if asked else [[name] for name in COMPILERS]
+    except ValueError as error:
+        raise BuildError(f"CXX is {asked!r}, which is no command line ({error})") from error
     for command in candidates:
         if command and shutil.which(command[0]):
             return command

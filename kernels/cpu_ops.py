@@ -16,7 +16,7 @@ from kernels import build
 logger = logging.getLogger(__name__)
 
 ISA_VARIABLE = "NANOSERVE_CPU_ISA"
-ISAS = ("portable", "avx2", "avx512")
+ISAS = ("portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni")
 
 _ops: Any = torch.ops.nanoserve
 
@@ -47,7 +47,7 @@ def usable(x: Tensor) -> bool:
 
 
 def use_isa(name: str) -> str:
-    """Choose the instruction set: "best", "portable", "avx2" or "avx512". Returns the one in use.
+    """Choose the instruction set: "best" or one of `ISAS`. Returns the one in use.
 
     Raises `ValueError` for a name that is unknown or that this CPU lacks.
     """
@@ -110,4 +110,33 @@ def paged_attention(
 
 def linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tensor:
     out: Tensor = _ops.linear.default(x, packed, n, bias)
+    return out
+
+
+def quantized_linear(x: Tensor, data: Tensor, scale: Tensor, n: int, gated: bool, bias: Tensor | None) -> Tensor:
+    out: Tensor = _ops.quantized_linear.default(x, data, scale, n, gated, bias)
+    return out
+
+
+def norm_quantized_linear(
+    x: Tensor, weight: Tensor, eps: float, data: Tensor, scale: Tensor, n: int, gated: bool, bias: Tensor | None
+) -> Tensor:
+    out: Tensor = _ops.norm_quantized_linear.default(x, weight, eps, data, scale, n, gated, bias)
+    return out
+
+
+def add_norm_quantized_linear(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    data: Tensor,
+    scale: Tensor,
+    n: int,
+    gated: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = _ops.add_norm_quantized_linear.default(
+        x, residual, weight, eps, data, scale, n, gated, bias
+    )
     return out

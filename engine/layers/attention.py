@@ -38,10 +38,21 @@ class Attention:
         self._sizes = (q_size, kv_size, kv_size)
 
     def __call__(
-        self, x: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]; writes the tokens' KV."""
-        q, k, v = self.qkv(x).split(self._sizes, dim=-1)
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual: [tokens, hidden] -> (attention of the norm of their sum, their sum), both [tokens, hidden].
+
+        No residual counts as zero. Writes the tokens' KV.
+        """
+        qkv, residual = self.qkv.after_norm(norm, x, residual)
+        q, k, v = qkv.split(self._sizes, dim=-1)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))  # [tokens, heads, head_dim]
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))  # [tokens, kv_heads, head_dim]
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -51,7 +62,7 @@ class Attention:
         k_cache, v_cache = cache
         q = self.backend.rotary_write(q, k, v, cos, sin, positions, k_cache, v_cache, metadata.slots)
         out = self.backend.attend(q, k_cache, v_cache, metadata, self.scale)
-        return self.output(out.flatten(1))
+        return self.output(out.flatten(1)), residual
 
     def targets(self, prefix: str) -> dict[str, Tensor]:
         views = self.qkv.targets(prefix) | self.output.targets(prefix)

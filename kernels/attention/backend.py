@@ -16,13 +16,16 @@ class AttentionBackend(ABC):
     name: for logs and settings.
     default_block_size: tokens a block where nobody asked for a size.
     reason: why this backend was chosen, one clause for one log line.
+    kv_dtype: what the cache stores, float32, bfloat16, float16 or int8; None: the model's own type. int8 has a scale
+        for each token and KV head of K and of V, which lies in the cache beside the values.
     """
 
     name: ClassVar[str]
     default_block_size: ClassVar[int]
 
-    def __init__(self, reason: str = "asked for by name") -> None:
+    def __init__(self, reason: str = "asked for by name", kv_dtype: torch.dtype | None = None) -> None:
         self.reason = reason
+        self.kv_dtype = kv_dtype
 
     @abstractmethod
     def supports_block_size(self, block_size: int) -> bool:
@@ -38,7 +41,16 @@ class AttentionBackend(ABC):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> tuple[Tensor, Tensor]:
-        """One layer's K and V, zeroed, num_blocks first; the rest of the shape is the backend's own."""
+        """One layer's K and V, zeroed, num_blocks first; the rest of the shape is the backend's own.
+
+        dtype: the model's; the cache is of `kv_dtype` where that is set. All of a block, scales too, is in its rows
+        [block] of the two tensors, so blocks can be copied without knowing the layout.
+        """
+
+    def kv_token_bytes(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that one token takes in one layer's K and V; dtype: the model's."""
+        stored = self.kv_dtype or dtype
+        return 2 * num_kv_heads * (head_dim + scale_width(stored)) * stored.itemsize
 
     @abstractmethod
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -68,3 +80,8 @@ class AttentionBackend(ABC):
         q, k = apply_rotary(q, k, cos, sin, positions)
         self.write(k, v, k_cache, v_cache, slots)
         return q
+
+
+def scale_width(dtype: torch.dtype) -> int:
+    """Elements that a token's scale takes beside its head_dim values: a float32 in int8, else none."""
+    return 4 if dtype is torch.int8 else 0

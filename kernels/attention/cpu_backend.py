@@ -1,14 +1,15 @@
-"""Paged attention in C++ for float32 on a CPU (`kernels/cpu/attention.h`)."""
+"""Paged attention in C++ for float32 on a CPU (`kernels/cpu/attention.h`); its cache is float32, bfloat16 or int8."""
 
 import torch
 from torch import Tensor
 
 from kernels import cpu_ops
-from kernels.attention.backend import AttentionBackend
+from kernels.attention.backend import AttentionBackend, scale_width
 from kernels.attention.metadata import AttentionMetadata
 from kernels.zeros import lazy_zeros
 
 MAX_HEAD_DIM = 256
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 _CHUNK = 128
 
 
@@ -16,15 +17,17 @@ class CpuBackend(AttentionBackend):
     """K: [num_blocks, kv_heads, head_dim, block_size], V: [num_blocks, kv_heads, block_size, head_dim].
 
     K pages are transposed so that a vector register holds one dimension of neighbouring tokens: scores need no sums
-    across lanes. Block sizes are multiples of 16 up to 128, or multiples of 128.
+    across lanes. Block sizes are multiples of 16 up to 128, or multiples of 128. In int8, head_dim is 4 more: a page
+    holds its values as above, then block_size float32 scales.
     """
 
     name = "cpu"
     default_block_size = 16
 
     @staticmethod
-    def supports_model(dtype: torch.dtype, head_dim: int) -> bool:
-        return dtype is torch.float32 and head_dim % 16 == 0 and 16 <= head_dim <= MAX_HEAD_DIM
+    def supports_model(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> bool:
+        stored = kv_dtype or dtype
+        return dtype is torch.float32 and stored in KV_DTYPES and head_dim % 16 == 0 and 16 <= head_dim <= MAX_HEAD_DIM
 
     def supports_block_size(self, block_size: int) -> bool:
         return block_size >= 16 and block_size % (16 if block_size <= _CHUNK else _CHUNK) == 0
@@ -38,14 +41,16 @@ class CpuBackend(AttentionBackend):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> tuple[Tensor, Tensor]:
-        if not (self.supports_model(dtype, head_dim) and self.supports_block_size(block_size)):
+        stored = self.kv_dtype or dtype
+        if not (self.supports_model(dtype, head_dim, stored) and self.supports_block_size(block_size)):
             raise ValueError(
-                f"the cpu attention backend takes float32, a head_dim that is a multiple of 16 up to {MAX_HEAD_DIM} "
-                f"and a block_size that is a multiple of 16 up to {_CHUNK} or a multiple of {_CHUNK}; "
-                f"got {dtype}, head_dim {head_dim}, block_size {block_size}"
+                "the cpu attention backend takes float32, a cache of float32, bfloat16 or int8, a head_dim that is "
+                f"a multiple of 16 up to {MAX_HEAD_DIM} and a block_size that is a multiple of 16 up to {_CHUNK} or a "
+                f"multiple of {_CHUNK}; got {dtype}, a cache of {stored}, head_dim {head_dim}, block_size {block_size}"
             )
-        k = lazy_zeros((num_blocks, num_kv_heads, head_dim, block_size), dtype, device)
-        v = lazy_zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype, device)
+        width = head_dim + scale_width(stored)
+        k = lazy_zeros((num_blocks, num_kv_heads, width, block_size), stored, device)
+        v = lazy_zeros((num_blocks, num_kv_heads, block_size, width), stored, device)
         return k, v
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -7,13 +7,14 @@ every block size; slow, since it works sequence by sequence.
 import torch
 from torch import Tensor
 
-from kernels.attention.backend import AttentionBackend
+from kernels.attention.backend import AttentionBackend, scale_width
 from kernels.attention.metadata import AttentionMetadata
+from kernels.quantized_linear import quantize
 from kernels.zeros import lazy_zeros
 
 
 class TorchBackend(AttentionBackend):
-    """K and V: [num_blocks, block_size, kv_heads, head_dim]."""
+    """K and V: [num_blocks, block_size, kv_heads, head_dim], in int8 4 more, the bytes of a float32 scale."""
 
     name = "torch"
     default_block_size = 16
@@ -30,14 +31,15 @@ class TorchBackend(AttentionBackend):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> tuple[Tensor, Tensor]:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)
+        stored = self.kv_dtype or dtype
+        shape = (num_blocks, block_size, num_kv_heads, head_dim + scale_width(stored))
+        return lazy_zeros(shape, stored, device), lazy_zeros(shape, stored, device)
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         kept = slots >= 0
         where = slots[kept]
-        k_cache.flatten(0, 1)[where] = k[kept].to(k_cache.dtype)
-        v_cache.flatten(0, 1)[where] = v[kept].to(v_cache.dtype)
+        k_cache.flatten(0, 1)[where] = _stored(k[kept], k_cache.dtype)
+        v_cache.flatten(0, 1)[where] = _stored(v[kept], v_cache.dtype)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
         block_size = k_cache.shape[1]
@@ -48,10 +50,24 @@ class TorchBackend(AttentionBackend):
             if first == last:
                 continue
             blocks = metadata.block_tables[row, : -(-length // block_size)].long()
-            keys = k_cache[blocks].flatten(0, 1)[:length]
-            values = v_cache[blocks].flatten(0, 1)[:length]
+            keys = _loaded(k_cache[blocks].flatten(0, 1)[:length])
+            values = _loaded(v_cache[blocks].flatten(0, 1)[:length])
             out[first:last] = causal_attention(q[first:last], keys, values, scale)
         return out
+
+
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is not torch.int8:
+        return x.to(dtype)
+    values, scale = quantize(x.float())
+    return torch.cat((values.to(torch.int8), scale.view(torch.int8)), dim=-1)
+
+
+def _loaded(x: Tensor) -> Tensor:
+    if x.dtype is not torch.int8:
+        return x
+    scale = x[..., -4:].contiguous().view(torch.float32)
+    return x[..., :-4].float() * scale
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

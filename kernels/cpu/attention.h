@@ -3,11 +3,14 @@
 // The queries of one sequence that share a KV head are rows (query token, head of the group); an item is up to
 // kTileRows of them, so a decode step with grouped heads and a prompt chunk take the same path. Tokens go by in chunks:
 // scores for a chunk, softmax, weighted sum of its values. K pages are transposed, so a vector holds the same
-// dimension of kLanes tokens. Pages lie anywhere, where the hardware's prefetch stops at each page's end, so scores fetch
-// the chunk's values ahead, and values the keys that come next. A row's result depends on its own tokens alone, bit for bit, not on the batch.
+// dimension of kLanes tokens. Pages lie anywhere, where the hardware's prefetch stops at each page's end, so scores
+// fetch the chunk's values ahead, and values the keys that come next. Stored numbers are widened in registers; the
+// scales of int8 multiply scores and softmax weights. A row's result depends on its own tokens alone, bit for bit, not
+// on the batch.
 #pragma once
 
 #include "kernels.h"
+#include "kv_types.h"
 #include "simd.h"
 
 constexpr int kMicroRows = 6;                     // rows held in registers
@@ -23,37 +26,44 @@ struct Scratch {
   int32_t limit[kTileRows];  // tokens that the row may see
 };
 
-// scores[r][t] = sum over d of q[d][r] * k[d][t], for ROWS rows and kMicroTokens tokens. v: these tokens' values.
-template <int ROWS>
-static void score_tile(const float* q, const float* const* k, const float* const* v, int64_t block_size, int64_t dim,
-                       float* scores) {
+constexpr int kLineBytes = 64;
+
+// scores[r][t] = sum over d of q[d][r] * k[d][t], for ROWS rows and kMicroTokens tokens. v: these tokens' values;
+// scales: of these keys.
+template <int ROWS, typename Stored>
+static void score_tile(const float* q, const Stored* const* k, const Stored* const* v, const float* const* scales,
+                       int64_t block_size, int64_t dim, float* scores) {
+  constexpr int64_t line = max(1, kLineBytes / (kLanes * static_cast<int>(sizeof(Stored))));
   Vec acc[ROWS][kMicroVecs] = {};
   for (int64_t d = 0; d < dim; ++d) {
     Vec column[kMicroVecs];
-    for (int j = 0; j < kMicroVecs; ++j) column[j] = load(k[j] + d * block_size);
-    for (int j = 0; j < kMicroVecs; ++j) __builtin_prefetch(v[j] + d * kLanes);
+    for (int j = 0; j < kMicroVecs; ++j) column[j] = load_stored(k[j] + d * block_size);
+    if (d % line == 0)
+      for (int j = 0; j < kMicroVecs; ++j) __builtin_prefetch(v[j] + d * kLanes);
     for (int r = 0; r < ROWS; ++r)
       for (int j = 0; j < kMicroVecs; ++j) acc[r][j] += column[j] * q[d * ROWS + r];
   }
   for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < kMicroVecs; ++j) store(scores + r * kChunk + j * kLanes, acc[r][j]);
+    for (int j = 0; j < kMicroVecs; ++j)
+      store(scores + r * kChunk + j * kLanes, kHasScales<Stored> ? acc[r][j] * load(scales[j]) : acc[r][j]);
 }
 
 // out[r][d] = out[r][d] * correction[r] + sum over tokens of weights[r][t] * v[t][d], for VECS vectors of d.
 // ahead: pages to fetch, one beside each of v.
-template <int ROWS, int VECS>
-INLINE void value_tile(const float* weights, const float* const* v, const float* const* ahead, int64_t column,
+template <int ROWS, int VECS, typename Stored>
+INLINE void value_tile(const float* weights, const Stored* const* v, const Stored* const* ahead, int64_t column,
                        int64_t block_size, int64_t dim, int64_t tokens, const float* correction, float* out) {
+  constexpr int line = max(1, kLineBytes / (kLanes * static_cast<int>(sizeof(Stored))));
   Vec acc[ROWS][VECS];
   for (int r = 0; r < ROWS; ++r)
     for (int j = 0; j < VECS; ++j) acc[r][j] = load(out + r * dim + column + j * kLanes) * correction[r];
   for (int64_t start = 0; start < tokens; start += block_size) {
-    const float *row = *v++ + column, *next = *ahead++ + column;
+    const Stored *row = *v++ + column, *next = *ahead++ + column;
     const int64_t end = min(start + block_size, tokens);
     for (int64_t t = start; t < end; ++t, row += dim, next += dim) {
-      for (int j = 0; j < VECS; ++j) __builtin_prefetch(next + j * kLanes);
+      for (int j = 0; j < VECS; j += line) __builtin_prefetch(next + j * kLanes);
       Vec value[VECS];
-      for (int j = 0; j < VECS; ++j) value[j] = load(row + j * kLanes);
+      for (int j = 0; j < VECS; ++j) value[j] = load_stored(row + j * kLanes);
       for (int r = 0; r < ROWS; ++r)
         for (int j = 0; j < VECS; ++j) acc[r][j] += value[j] * weights[r * kChunk + t];
     }
@@ -62,8 +72,8 @@ INLINE void value_tile(const float* weights, const float* const* v, const float*
     for (int j = 0; j < VECS; ++j) store(out + r * dim + column + j * kLanes, acc[r][j]);
 }
 
-template <int ROWS>
-static void value_rows(const float* weights, const float* const* v, const float* const* ahead, int64_t block_size,
+template <int ROWS, typename Stored>
+static void value_rows(const float* weights, const Stored* const* v, const Stored* const* ahead, int64_t block_size,
                        int64_t dim, int64_t tokens, const float* correction, float* out) {
   int64_t d = 0;
   for (; d + kMicroVecs * kLanes <= dim; d += kMicroVecs * kLanes)
@@ -72,13 +82,36 @@ static void value_rows(const float* weights, const float* const* v, const float*
     value_tile<ROWS, 1>(weights, v, ahead, d, block_size, dim, tokens, correction, out);
 }
 
-typedef void (*ScoreTile)(const float*, const float* const*, const float* const*, int64_t, int64_t, float*);
-typedef void (*ValueRows)(const float*, const float* const*, const float* const*, int64_t, int64_t, int64_t,
-                          const float*, float*);
-static const ScoreTile kScoreTiles[kMicroRows + 1] = {
-    nullptr, score_tile<1>, score_tile<2>, score_tile<3>, score_tile<4>, score_tile<5>, score_tile<6>};
-static const ValueRows kValueRows[kMicroRows + 1] = {
-    nullptr, value_rows<1>, value_rows<2>, value_rows<3>, value_rows<4>, value_rows<5>, value_rows<6>};
+// Without a name: the linker would make one table of those of all instruction sets.
+namespace {
+
+template <typename Stored>
+struct Tiles {
+  typedef void (*Score)(const float*, const Stored* const*, const Stored* const*, const float* const*, int64_t, int64_t,
+                        float*);
+  typedef void (*Value)(const float*, const Stored* const*, const Stored* const*, int64_t, int64_t, int64_t,
+                        const float*, float*);
+  static constexpr Score score[kMicroRows + 1] = {
+      nullptr,
+      score_tile<1, Stored>,
+      score_tile<2, Stored>,
+      score_tile<3, Stored>,
+      score_tile<4, Stored>,
+      score_tile<5, Stored>,
+      score_tile<6, Stored>,
+  };
+  static constexpr Value value[kMicroRows + 1] = {
+      nullptr,
+      value_rows<1, Stored>,
+      value_rows<2, Stored>,
+      value_rows<3, Stored>,
+      value_rows<4, Stored>,
+      value_rows<5, Stored>,
+      value_rows<6, Stored>,
+  };
+};
+
+}  // namespace
 
 // Turn the `valid` first scores of a row into weights relative to the row's running maximum; the rest become 0.
 static void softmax_row(float* scores, int64_t valid, int64_t tokens, float* top, float* weight, float* correction) {
@@ -133,25 +166,39 @@ static void merge_parts(const Attention& a, const Item& item, const Group& group
 
 constexpr int kPages = kChunk / kMinBlock;
 
+template <typename Stored>
 struct Pages {
-  const float *k[kPages], *v[kPages];
+  const Stored *k[kPages], *v[kPages];
+  const float *k_scales[kPages], *v_scales[kPages];  // where the type has scales
   int64_t count;
 };
 
 // The pages of `item`'s tokens from `chunk` on, at that token: a block may hold several chunks.
-INLINE void find_pages(const Attention& a, const Item& item, int64_t chunk, Pages& pages) {
-  const int64_t size = a.cache.block_size, page = a.cache.head_dim * size, offset = chunk % size;
+template <typename Stored>
+INLINE void find_pages(const Attention& a, const Item& item, int64_t chunk, Pages<Stored>& pages) {
+  const int64_t size = a.cache.block_size, bytes = page_bytes<Stored>(a.cache), offset = chunk % size;
   const int32_t* table = a.block_tables + a.rows[item.sequence] * a.max_blocks;
   const int64_t end = min(chunk + chunk_tokens(size), item.last);
   pages.count = 0;
   for (int64_t t = chunk; t < end; t += size) {
-    const int64_t start = (table[t / size] * a.cache.kv_heads + item.kv_head) * page;
-    pages.k[pages.count] = a.cache.k + start + offset;
-    pages.v[pages.count++] = a.cache.v + start + offset * a.cache.head_dim;
+    const int64_t start = (table[t / size] * a.cache.kv_heads + item.kv_head) * bytes;
+    const char *k = static_cast<const char*>(a.cache.k) + start, *v = static_cast<const char*>(a.cache.v) + start;
+    pages.k[pages.count] = reinterpret_cast<const Stored*>(k) + offset;
+    pages.v[pages.count] = reinterpret_cast<const Stored*>(v) + offset * a.cache.head_dim;
+    pages.k_scales[pages.count] = kHasScales<Stored> ? scales_of(k, a.cache) + offset : nullptr;
+    pages.v_scales[pages.count++] = kHasScales<Stored> ? scales_of(v, a.cache) + offset : nullptr;
   }
 }
 
+// Give the softmax weights of `tokens` tokens the scales of their values.
+INLINE void scale_weights(float* weights, const float* const* scales, int64_t block_size, int64_t tokens) {
+  for (int64_t start = 0; start < tokens; start += block_size, ++scales)
+    for (int64_t t = 0; t < min(block_size, tokens - start); t += kLanes)
+      store(weights + start + t, load(weights + start + t) * load(*scales + t));
+}
+
 // following: the item that this thread takes next, or null.
+template <typename Stored>
 static void attend_item(const Attention& a, const Item& item, const Item* following, Scratch& s) {
   const int64_t dim = a.cache.head_dim, size = a.cache.block_size, heads = a.heads / a.cache.kv_heads;
   const int64_t query_start = a.query_start[item.sequence];
@@ -178,41 +225,45 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
   for (int64_t i = 0; i < item.rows * dim; i += kLanes) store(s.out + i, Vec{});
 
   const int64_t step = chunk_tokens(size);
-  Pages pages, next;
+  Pages<Stored> pages, next;
   find_pages(a, item, item.first, pages);
   for (int64_t chunk = item.first; chunk < item.last; chunk += step) {
     const int64_t tokens = min(step, item.last - chunk);
     for (int64_t t = 0; t < tokens; t += kMicroTokens) {
-      const float *k[kMicroVecs], *v[kMicroVecs];
+      const Stored *k[kMicroVecs], *v[kMicroVecs];
+      const float* scales[kMicroVecs];
       for (int j = 0; j < kMicroVecs; ++j) {
         const int64_t at = t + j * kLanes, block = min(at / size, pages.count - 1);
         const int64_t offset = at / size == block ? at % size : 0;  // past the end: read, then masked
         k[j] = pages.k[block] + offset;
         v[j] = pages.v[block] + offset * dim;
+        scales[j] = kHasScales<Stored> ? pages.k_scales[block] + offset : nullptr;
       }
       for (int i = 0; i < tiles; ++i) {
         if (s.limit[tile_start[i + 1] - 1] <= chunk + t) continue;
-        kScoreTiles[tile_start[i + 1] - tile_start[i]](s.q + tile_start[i] * dim, k, v, size, dim,
-                                                       s.scores + tile_start[i] * kChunk + t);
+        Tiles<Stored>::score[tile_start[i + 1] - tile_start[i]](s.q + tile_start[i] * dim, k, v, scales, size, dim,
+                                                                s.scores + tile_start[i] * kChunk + t);
       }
     }
-    for (int r = 0; r < item.rows; ++r)
-      softmax_row(s.scores + r * kChunk, max(min(s.limit[r] - chunk, tokens), 0), tokens, s.top + r, s.weight + r,
-                  s.correction + r);
+    for (int r = 0; r < item.rows; ++r) {
+      const int64_t valid = max(min(s.limit[r] - chunk, tokens), 0);
+      softmax_row(s.scores + r * kChunk, valid, tokens, s.top + r, s.weight + r, s.correction + r);
+      if (kHasScales<Stored>) scale_weights(s.scores + r * kChunk, pages.v_scales, size, valid);
+    }
     next.count = 0;
     if (chunk + step < item.last) {
       find_pages(a, item, chunk + step, next);
     } else if (following) {
       find_pages(a, *following, following->first, next);
     }
-    const float* ahead[kPages];
+    const Stored* ahead[kPages];
     for (int64_t b = 0; b < pages.count; ++b) ahead[b] = b < next.count ? next.k[b] : pages.v[b];
     for (int i = 0; i < tiles; ++i) {
       const int first = tile_start[i];
       const int64_t seen = min(s.limit[tile_start[i + 1] - 1] - chunk, tokens);  // no value past the last row's limit
       if (seen <= 0) continue;
-      kValueRows[tile_start[i + 1] - first](s.scores + first * kChunk, pages.v, ahead, size, dim, seen,
-                                            s.correction + first, s.out + first * dim);
+      Tiles<Stored>::value[tile_start[i + 1] - first](s.scores + first * kChunk, pages.v, ahead, size, dim, seen,
+                                                      s.correction + first, s.out + first * dim);
     }
     pages = next;
   }
@@ -235,7 +286,8 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
   }
 }
 
-static void attend(const Attention& a, int threads) {
+template <typename Stored>
+static void attend_as(const Attention& a, int threads) {
   int64_t next = 0;
 #pragma omp parallel num_threads(static_cast<int>(min(threads, a.num_items)))
   {
@@ -243,8 +295,19 @@ static void attend(const Attention& a, int threads) {
     int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
     while (i < a.num_items) {
       const int64_t following = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      attend_item(a, a.items[i], following < a.num_items ? &a.items[following] : nullptr, scratch);
+      attend_item<Stored>(a, a.items[i], following < a.num_items ? &a.items[following] : nullptr, scratch);
       i = following;
     }
+  }
+}
+
+static void attend(const Attention& a, int threads) {
+  switch (a.cache.type) {
+    case KvType::kFloat:
+      return attend_as<float>(a, threads);
+    case KvType::kBfloat16:
+      return attend_as<Bfloat16>(a, threads);
+    case KvType::kInt8:
+      return attend_as<int8_t>(a, threads);
   }
 }

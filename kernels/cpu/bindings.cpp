@@ -1,63 +1,57 @@
-// The `nanoserve` operators: checks on tensors, the plan of an attention call, and the choice of the instruction set.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+// The `nanoserve` operators, and the choice of the instruction set.
 #include <torch/library.h>
 
-#include <vector>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
-#include "kernels.h"
+#include "attention_ops.h"
+#include "checks.h"
+#include "linear_ops.h"
 
 namespace {
 
-using at::Tensor;
-
-const Kernels* active = nullptr;
+#if defined(__x86_64__)
+// Not among the names that g++ 12 knows: leaf 7, sub-leaf 1, EAX bit 4.
+bool has_avx_vnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+}
+#endif
 
 // "best" takes the widest that this CPU has; another name is an error where the CPU lacks it. Returns the name in use.
 std::string use_isa(std::string name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  struct Choice {
+    const char* name;
+    bool supported;
+    const Kernels& (*kernels)();
+  };
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (name == "best") name = avx512 ? "avx512" : avx2 ? "avx2" : "portable";
-  if (name == "avx512" && avx512) {
-    active = &avx512_kernels();
-    return name;
+  const Choice choices[] = {
+      {"avx512_vnni", avx512 && __builtin_cpu_supports("avx512vnni"), avx512_vnni_kernels},
+      {"avx512", avx512, avx512_kernels},
+      {"avx2_vnni", avx2 && has_avx_vnni(), avx2_vnni_kernels},
+      {"avx2", avx2, avx2_kernels},
+      {"portable", true, portable_kernels},
+  };
+  for (const Choice& choice : choices) {
+    if (!choice.supported || (name != "best" && name != choice.name)) continue;
+    active = &choice.kernels();
+    return choice.name;
   }
-  if (name == "avx2" && avx2) {
-    active = &avx2_kernels();
-    return name;
-  }
+  TORCH_CHECK_VALUE(false, "this CPU has no instruction set called '", name,
+                    "': use 'best', 'portable', or 'avx2', 'avx2_vnni', 'avx512' or 'avx512_vnni' where the CPU has ",
+                    "them");
 #else
-  if (name == "best") name = "portable";
-#endif
-  TORCH_CHECK_VALUE(name == "portable", "this CPU has no instruction set called '", name,
-                    "': use 'best', 'portable', or 'avx2' or 'avx512' where the CPU has them");
+  TORCH_CHECK_VALUE(name == "best" || name == "portable", "this CPU has no instruction set called '", name,
+                    "': use 'best' or 'portable'");
   active = &portable_kernels();
-  return name;
-}
-
-int threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
-
-void check_float(const Tensor& x, const char* name) {
-  TORCH_CHECK_TYPE(x.device().is_cpu() && x.scalar_type() == at::kFloat, name, " must be a float32 CPU tensor, got ",
-                   x.scalar_type(), " on ", x.device());
-}
-
-void check_index(const Tensor& x, const char* name, at::ScalarType type, int64_t dims) {
-  TORCH_CHECK_TYPE(x.device().is_cpu() && x.scalar_type() == type, name, " must be a CPU tensor of ", type, ", got ",
-                   x.scalar_type(), " on ", x.device());
-  TORCH_CHECK_VALUE(x.dim() == dims && x.is_contiguous(), name, " must be contiguous with ", dims,
-                    " dimensions, got shape ", x.sizes());
-}
-
-void check_weight(const Tensor& x, const Tensor& weight) {
-  check_float(x, "x");
-  check_float(weight, "weight");
-  TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1) && weight.is_contiguous(),
-                    "weight must be contiguous [", x.dim() ? x.size(-1) : 0, "], got shape ", weight.sizes());
+  return "portable";
+#endif
 }
 
 Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
@@ -101,203 +95,6 @@ Tensor silu_and_mul(const Tensor& x_in) {
   return out;
 }
 
-// [tokens, heads, head_dim] with any distance between tokens: q, k and v are slices of one projection.
-Tensor packed_heads(const Tensor& x, const char* name) {
-  check_float(x, name);
-  TORCH_CHECK_VALUE(x.dim() == 3, name, " must be [tokens, heads, head_dim], got ", x.sizes());
-  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
-}
-
-Heads heads_of(const Tensor& x) { return {x.const_data_ptr<float>(), x.size(1), x.stride(0)}; }
-
-Rotary rotary_of(const Tensor& cos, const Tensor& sin, const Tensor& positions, int64_t tokens, int64_t head_dim) {
-  check_float(cos, "cos");
-  check_float(sin, "sin");
-  TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) * 2 == head_dim && cos.sizes() == sin.sizes() &&
-                        cos.is_contiguous() && sin.is_contiguous(),
-                    "cos and sin must be contiguous [max_positions, ", head_dim / 2, "], got ", cos.sizes(), " and ",
-                    sin.sizes());
-  check_index(positions, "positions", at::kLong, 1);
-  TORCH_CHECK_VALUE(positions.size(0) == tokens, "positions must be [", tokens, "], got ", positions.sizes());
-  const int64_t* data = positions.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < tokens; ++t)
-    TORCH_CHECK_INDEX(data[t] >= 0 && data[t] < cos.size(0), "position ", data[t], " is outside the rotary table of ",
-                      cos.size(0));
-  return {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), data};
-}
-
-std::tuple<Tensor, Tensor> apply_rotary(const Tensor& q_in, const Tensor& k_in, const Tensor& cos, const Tensor& sin,
-                                        const Tensor& positions) {
-  const Tensor q = packed_heads(q_in, "q"), k = packed_heads(k_in, "k");
-  const int64_t tokens = q.size(0), dim = q.size(2);
-  TORCH_CHECK_VALUE(k.size(0) == tokens && k.size(2) == dim, "q and k must agree in tokens and head_dim, got ",
-                    q.sizes(), " and ", k.sizes());
-  const Rotary rotary = rotary_of(cos, sin, positions, tokens, dim);
-  Tensor q_out = at::empty(q.sizes(), q.options()), k_out = at::empty(k.sizes(), k.options());
-  active->apply_rotary(heads_of(q), q_out.data_ptr<float>(), rotary, tokens, dim, threads());
-  active->apply_rotary(heads_of(k), k_out.data_ptr<float>(), rotary, tokens, dim, threads());
-  return {q_out, k_out};
-}
-
-// const_data_ptr on both: the caller writes through `Cache` only where the operator's schema says so.
-Cache cache_of(const Tensor& k_cache, const Tensor& v_cache) {
-  check_float(k_cache, "k_cache");
-  check_float(v_cache, "v_cache");
-  TORCH_CHECK_VALUE(k_cache.dim() == 4 && v_cache.dim() == 4 && k_cache.is_contiguous() && v_cache.is_contiguous(),
-                    "k_cache and v_cache must be contiguous with 4 dimensions");
-  const int64_t blocks = v_cache.size(0), heads = v_cache.size(1), size = v_cache.size(2), dim = v_cache.size(3);
-  TORCH_CHECK_VALUE(
-      k_cache.size(0) == blocks && k_cache.size(1) == heads && k_cache.size(2) == dim && k_cache.size(3) == size,
-      "k_cache must be [num_blocks, kv_heads, head_dim, block_size] and v_cache [num_blocks, kv_heads, block_size, "
-      "head_dim], got ",
-      k_cache.sizes(), " and ", v_cache.sizes());
-  TORCH_CHECK_VALUE(dim % 16 == 0 && dim >= 16 && dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to ",
-                    kMaxHeadDim, ", got ", dim);
-  TORCH_CHECK_VALUE(size >= 16 && size % (size <= kChunk ? 16 : kChunk) == 0,
-                    "block_size must be a multiple of 16 up to 128, or a multiple of 128, got ", size);
-  return {const_cast<float*>(k_cache.const_data_ptr<float>()), const_cast<float*>(v_cache.const_data_ptr<float>()),
-          heads, dim, size};
-}
-
-void store_kv(const Tensor& k_in, const Tensor& v_in, const Rotary& rotary, const Tensor& k_cache,
-              const Tensor& v_cache, const Tensor& slots) {
-  const Tensor k = packed_heads(k_in, "k"), v = packed_heads(v_in, "v");
-  const Cache cache = cache_of(k_cache, v_cache);
-  const int64_t tokens = k.size(0), capacity = v_cache.size(0) * cache.block_size;
-  TORCH_CHECK_VALUE(k.size(1) == cache.kv_heads && k.size(2) == cache.head_dim && k.sizes() == v.sizes(),
-                    "k and v must be [tokens, ", cache.kv_heads, ", ", cache.head_dim, "], got ", k.sizes(), " and ",
-                    v.sizes());
-  check_index(slots, "slots", at::kLong, 1);
-  TORCH_CHECK_VALUE(slots.size(0) == tokens, "slots must be [", tokens, "], got ", slots.sizes());
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < tokens; ++t)
-    TORCH_CHECK_INDEX(slot[t] < capacity, "slot ", slot[t], " is outside the cache of ", capacity, " slots");
-  active->write(heads_of(k), heads_of(v), rotary, cache, slot, tokens, threads());
-}
-
-void kv_write(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
-  store_kv(k, v, {nullptr, nullptr, nullptr}, k_cache, v_cache, slots);
-}
-
-Tensor rotary_write(const Tensor& q_in, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
-                    const Tensor& positions, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
-  const Tensor q = packed_heads(q_in, "q");
-  TORCH_CHECK_VALUE(k.dim() == 3 && k.size(0) == q.size(0) && k.size(2) == q.size(2),
-                    "q and k must agree in tokens and head_dim, got ", q.sizes(), " and ", k.sizes());
-  const Rotary rotary = rotary_of(cos, sin, positions, q.size(0), q.size(2));
-  store_kv(k, v, rotary, k_cache, v_cache, slots);
-  Tensor out = at::empty(q.sizes(), q.options());
-  active->apply_rotary(heads_of(q), out.data_ptr<float>(), rotary, q.size(0), q.size(2), threads());
-  return out;
-}
-
-Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, const Tensor& query_start,
-                       const Tensor& seq_lens, const Tensor& block_tables, const Tensor& rows, double scale) {
-  const Tensor q = packed_heads(q_in, "q");
-  const Cache cache = cache_of(k_cache, v_cache);
-  const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2);
-  TORCH_CHECK_VALUE(dim == cache.head_dim && heads % cache.kv_heads == 0,
-                    "q must be [tokens, a multiple of ", cache.kv_heads, ", ", cache.head_dim, "], got ", q.sizes());
-  check_index(query_start, "query_start", at::kInt, 1);
-  check_index(seq_lens, "seq_lens", at::kInt, 1);
-  check_index(rows, "rows", at::kInt, 1);
-  check_index(block_tables, "block_tables", at::kInt, 2);
-  const int64_t sequences = seq_lens.size(0), max_blocks = block_tables.size(1), group_heads = heads / cache.kv_heads;
-  TORCH_CHECK_VALUE(query_start.size(0) == sequences + 1 && rows.size(0) == sequences, "for ", sequences,
-                    " sequences query_start must be [", sequences + 1, "] and rows [", sequences, "], got ",
-                    query_start.sizes(), " and ", rows.sizes());
-  const int32_t* start = query_start.const_data_ptr<int32_t>();
-  const int32_t* length = seq_lens.const_data_ptr<int32_t>();
-  const int32_t* row = rows.const_data_ptr<int32_t>();
-  const int32_t* tables = block_tables.const_data_ptr<int32_t>();
-  TORCH_CHECK_VALUE(start[0] == 0 && start[sequences] <= tokens, "query_start must go from 0 to at most ", tokens,
-                    " tokens, got ", start[0], " to ", start[sequences]);
-
-  std::vector<Item> items;
-  std::vector<Group> groups;
-  int64_t partial_size = 0;
-  const int64_t part_tokens = chunk_tokens(cache.block_size) * kPartChunks;
-  for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t queries = start[s + 1] - start[s], blocks = (length[s] + cache.block_size - 1) / cache.block_size;
-    if (queries == 0) continue;
-    TORCH_CHECK_VALUE(queries > 0 && length[s] >= queries && blocks <= max_blocks, "sequence ", s, " has ", queries,
-                      " queries and ", length[s], " tokens; queries may be 0 to its tokens, and its tokens at most ",
-                      max_blocks * cache.block_size);
-    TORCH_CHECK_INDEX(row[s] >= 0 && row[s] < block_tables.size(0), "row ", row[s], " is outside block_tables of ",
-                      block_tables.size(0), " rows");
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int32_t block = tables[row[s] * max_blocks + b];
-      TORCH_CHECK_INDEX(block >= 0 && block < v_cache.size(0), "block ", block, " of sequence ", s,
-                        " is outside the cache of ", v_cache.size(0), " blocks");
-    }
-    const int64_t total_rows = queries * group_heads;
-    const bool cut = total_rows <= kTileRows && length[s] > part_tokens;
-    for (int64_t h = 0; h < cache.kv_heads; ++h) {
-      if (cut) {
-        const int32_t parts = static_cast<int32_t>((length[s] + part_tokens - 1) / part_tokens);
-        for (int32_t part = 0; part < parts; ++part)
-          items.push_back({static_cast<int32_t>(s), static_cast<int32_t>(h), 0, static_cast<int32_t>(total_rows),
-                           static_cast<int32_t>(part * part_tokens),
-                           static_cast<int32_t>(std::min<int64_t>((part + 1) * part_tokens, length[s])),
-                           static_cast<int32_t>(groups.size()), part});
-        groups.push_back({parts, parts, partial_size});
-        partial_size += parts * total_rows * (dim + 2);
-        continue;
-      }
-      // The last rows see the most tokens: begin with them, so that short items fill up the end.
-      for (int64_t first = (total_rows - 1) / kTileRows * kTileRows; first >= 0; first -= kTileRows) {
-        const int64_t count = std::min<int64_t>(kTileRows, total_rows - first);
-        const int64_t last = length[s] - queries + (first + count - 1) / group_heads + 1;
-        items.push_back({static_cast<int32_t>(s), static_cast<int32_t>(h), static_cast<int32_t>(first),
-                         static_cast<int32_t>(count), 0, static_cast<int32_t>(last), -1, 0});
-      }
-    }
-  }
-
-  Tensor out = at::empty(q.sizes(), q.options());
-  const int64_t used = start[sequences] * heads * dim;
-  std::fill(out.data_ptr<float>() + used, out.data_ptr<float>() + out.numel(), 0.0f);
-  if (items.empty()) return out;
-  std::vector<float> partial(partial_size);
-  active->attend({q.const_data_ptr<float>(), q.stride(0), out.data_ptr<float>(), cache, heads, start, length, row,
-                  tables, max_blocks, static_cast<float>(scale), items.data(), static_cast<int64_t>(items.size()),
-                  groups.data(), partial.data()},
-                 threads());
-  return out;
-}
-
-Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, const std::optional<Tensor>& bias) {
-  check_float(x_in, "x");
-  const bool wide = packed.scalar_type() == at::kFloat;
-  TORCH_CHECK_TYPE(packed.device().is_cpu() && (wide || packed.scalar_type() == at::kBFloat16),
-                   "a packed weight is a float32 or bfloat16 CPU tensor, got ", packed.scalar_type(), " on ",
-                   packed.device());
-  const int64_t panels = (n + kPanel - 1) / kPanel;
-  TORCH_CHECK_VALUE(n > 0 && packed.dim() == (wide ? 3 : 4) && packed.is_contiguous() && packed.size(0) == panels &&
-                        packed.size(2) == kPanel && (wide || packed.size(3) == 2),
-                    "a packed weight of ", n, " columns is contiguous [", panels, ", k, ", kPanel, "] in float32 or [",
-                    panels, ", k / 2, ", kPanel, ", 2] in bfloat16, got ", packed.sizes());
-  const int64_t k = packed.size(1) * (wide ? 1 : 2);
-  TORCH_CHECK_VALUE(x_in.dim() >= 1 && x_in.size(-1) == k, "x must be [..., ", k, "], got ", x_in.sizes());
-  const Tensor x = x_in.dim() == 2 && x_in.stride(1) == 1 ? x_in : x_in.contiguous();
-  Tensor bias_values;
-  if (bias) {
-    check_float(*bias, "bias");
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == n, "bias must be [", n, "], got ", bias->sizes());
-    bias_values = bias->contiguous();
-  }
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = n;
-  Tensor out = at::empty(shape, x.options());
-  if (out.numel() == 0) return out;
-  active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / n, n, k,
-                  wide ? packed.const_data_ptr<float>() : nullptr,
-                  wide ? nullptr : reinterpret_cast<const uint16_t*>(packed.const_data_ptr()),
-                  bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>()},
-                 threads());
-  return out;
-}
-
 }  // namespace
 
 TORCH_LIBRARY(nanoserve, m) {
@@ -315,6 +112,13 @@ TORCH_LIBRARY(nanoserve, m) {
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
       "Tensor block_tables, Tensor rows, float scale) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, int n, Tensor? bias) -> Tensor");
+  m.def("quantized_linear(Tensor x, Tensor data, Tensor scale, int n, bool gated, Tensor? bias) -> Tensor");
+  m.def(
+      "norm_quantized_linear(Tensor x, Tensor weight, float eps, Tensor data, Tensor scale, int n, bool gated, "
+      "Tensor? bias) -> Tensor");
+  m.def(
+      "add_norm_quantized_linear(Tensor x, Tensor residual, Tensor weight, float eps, Tensor data, Tensor scale, "
+      "int n, bool gated, Tensor? bias) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
@@ -326,4 +130,7 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("rotary_write", &rotary_write);
   m.impl("paged_attention", &paged_attention);
   m.impl("linear", &linear);
+  m.impl("quantized_linear", &quantized_linear);
+  m.impl("norm_quantized_linear", &norm_quantized_linear);
+  m.impl("add_norm_quantized_linear", &add_norm_quantized_linear);
 }

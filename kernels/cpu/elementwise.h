@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "kv_types.h"
 #include "simd.h"
 
 // Under this many values the work is shorter than waking a thread.
@@ -88,7 +89,8 @@ static void apply_rotary(Heads x, float* out, Rotary rotary, int64_t tokens, int
   }
 }
 
-static void write(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads) {
+template <typename Stored>
+static void write_as(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads) {
   const int64_t size = cache.block_size, dim = cache.head_dim;
 #pragma omp parallel for num_threads(threads_for(tokens* k.heads* dim * 2, threads)) schedule(static)
   for (int64_t t = 0; t < tokens; ++t) {
@@ -102,12 +104,29 @@ static void write(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* s
         turn(from, rotary.cos + row, rotary.sin + row, turned, dim / 2);
         from = turned;
       }
-      const int64_t page = (block * cache.kv_heads + h) * dim * size;
-      float* k_to = cache.k + page + offset;
-      for (int64_t d = 0; d < dim; ++d) k_to[d * size] = from[d];
-      float* v_to = cache.v + page + offset * dim;
-      const float* v_from = v.data + t * v.token_stride + h * dim;
-      for (int64_t d = 0; d < dim; d += kLanes) store(v_to + d, load(v_from + d));
+      const int64_t page = (block * cache.kv_heads + h) * page_bytes<Stored>(cache);
+      char *k_page = static_cast<char*>(cache.k) + page, *v_page = static_cast<char*>(cache.v) + page;
+      alignas(64) Stored stored[kMaxHeadDim];
+      const float k_scale = to_stored(from, stored, dim);
+      Stored* k_to = reinterpret_cast<Stored*>(k_page) + offset;
+      for (int64_t d = 0; d < dim; ++d) k_to[d * size] = stored[d];
+      const float v_scale =
+          to_stored(v.data + t * v.token_stride + h * dim, reinterpret_cast<Stored*>(v_page) + offset * dim, dim);
+      if (kHasScales<Stored>) {
+        scales_of(k_page, cache)[offset] = k_scale;
+        scales_of(v_page, cache)[offset] = v_scale;
+      }
     }
+  }
+}
+
+static void write(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads) {
+  switch (cache.type) {
+    case KvType::kFloat:
+      return write_as<float>(k, v, rotary, cache, slots, tokens, threads);
+    case KvType::kBfloat16:
+      return write_as<Bfloat16>(k, v, rotary, cache, slots, tokens, threads);
+    case KvType::kInt8:
+      return write_as<int8_t>(k, v, rotary, cache, slots, tokens, threads);
   }
 }

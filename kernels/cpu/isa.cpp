@@ -2,8 +2,10 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "quantized_linear.h"
 
 const Kernels& KERNELS() {
-  static constexpr Kernels kernels = {rms_norm, add_rms_norm, silu_and_mul, apply_rotary, write, attend, linear};
+  static constexpr Kernels kernels = {rms_norm, add_rms_norm, silu_and_mul, apply_rotary,
+                                      write,    attend,       linear,       quantized_linear};
   return kernels;
 }

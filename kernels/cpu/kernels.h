@@ -1,7 +1,8 @@
 // The kernels as plain functions on pointers: the boundary between files compiled for one instruction set and the
 // bindings, which know torch and choose the instruction set when the process starts.
 //
-// All tensors are float32; strides are in elements; the innermost dimension is contiguous. Arguments have been checked.
+// Tensors are float32 unless they say otherwise; strides are in elements; the innermost dimension is contiguous.
+// Arguments have been checked.
 #pragma once
 
 #include <stdint.h>
@@ -26,10 +27,14 @@ struct Rotary {
   const int64_t* positions;  // [tokens]
 };
 
+enum class KvType { kFloat, kBfloat16, kInt8 };
+
 // One layer's pages. K: [num_blocks, kv_heads, head_dim, block_size], V: [num_blocks, kv_heads, block_size, head_dim].
+// An int8 page ends with block_size float32 numbers, the scale of each token.
 struct Cache {
-  float* k;
-  float* v;
+  void* k;
+  void* v;
+  KvType type;
   int64_t kv_heads, head_dim, block_size;
 };
 
@@ -88,6 +93,32 @@ struct Linear {
   float* out;
 };
 
+constexpr int kGroup = 32;             // weights along k that share a scale
+constexpr int kActivationGroup = 16;   // activations that do
+constexpr float kTiny = 1e-30f;        // a group under this is zero: 127 divided by it might be infinite
+constexpr int64_t kLoneRows = 4;       // up to so many rows each thread quantises for itself rather than wait
+constexpr int kActivationGroupBytes = 16 + 4 * kGroup;  // a quantised group at most, whatever the instruction set
+
+// out: [rows, n] = x: [rows, k] times the quantised weight, plus the bias unless null. `gated`: the weight's rows are a
+// gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `norm`, unless null: the
+// weight of an RMSNorm that x goes through first. `residual`, unless null: is added before that, and the sum kept in
+// `total`.
+struct QuantizedLinear {
+  const float* x;
+  int64_t x_stride, rows, n, k;
+  const float* residual;  // [rows, k]
+  const float* norm;      // [k]
+  float eps;
+  float* total;            // [rows, k]
+  const uint8_t* w;        // [panels, k / 4, kPanel, 4], k rounded up to whole groups
+  const uint16_t* w_scale;  // float16 [panels, k / kGroup, kPanel]
+  const float* bias;       // [n]
+  bool gated;
+  float* out;
+  float* lines;       // scratch for each thread: k rounded up to whole groups
+  void* activations;  // scratch: kActivationGroupBytes for each group of `rows` rows, or of kLoneRows for each thread
+};
+
 struct Kernels {
   void (*rms_norm)(Rows x, const float* weight, float eps, float* out, int threads);
   void (*add_rms_norm)(const float* x, const float* residual, const float* weight, float eps, float* out, float* total,
@@ -98,10 +129,13 @@ struct Kernels {
   void (*write)(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads);
   void (*attend)(const Attention& a, int threads);
   void (*linear)(const Linear& a, int threads);
+  void (*quantized_linear)(const QuantizedLinear& a, int threads);
 };
 
 const Kernels& portable_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
+const Kernels& avx2_vnni_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512_vnni_kernels();
 #endif

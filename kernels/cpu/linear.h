@@ -1,8 +1,9 @@
-// y = x W^T + bias with W in panels of kPanel output columns: [panels, k, kPanel] as float32, or, in pairs of dimensions,
-// [panels, k / 2, kPanel, 2] as bfloat16.
+// y = x W^T + bias with W in panels of kPanel output columns: [panels, k, kPanel] as float32, or, in pairs of
+// dimensions, [panels, k / 2, kPanel, 2] as bfloat16.
 //
-// bfloat16 storage halves what a decode step reads, which is what limits it; values are widened to float32 in registers.
-// Also for many rows: widening a panel once into the cache would leave memory idle during the sums and was slower.
+// bfloat16 storage halves what a decode step reads, which is what limits it; values are widened to float32 in
+// registers. Also for many rows: widening a panel once into the cache would leave memory idle during the sums and was
+// slower.
 #pragma once
 
 #include "kernels.h"

@@ -24,28 +24,40 @@ typedef int32_t IntVec __attribute__((vector_size(kLanes * 4), may_alias));
 INLINE Vec load(const float* p) { return *reinterpret_cast<const VecUnaligned*>(p); }
 INLINE void store(float* p, Vec v) { *reinterpret_cast<VecUnaligned*>(p) = v; }
 INLINE Vec splat(float x) { return Vec{} + x; }
+INLINE IntVec splat(int32_t x) { return IntVec{} + x; }
 
 INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
-INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 typedef float Quad __attribute__((vector_size(16), may_alias));
+typedef int32_t IntQuad __attribute__((vector_size(16), may_alias));
 
 // Combine the lanes of v by halves: a chain over 16 lanes would cost more than the loop that filled them.
+template <typename Four, typename Wide, typename Combine>
+INLINE auto reduce_lanes(const Wide& v, Combine combine) {
+  const Four* quads = reinterpret_cast<const Four*>(&v);
+#if defined(__AVX512F__)
+  const Four q = combine(combine(quads[0], quads[1]), combine(quads[2], quads[3]));
+#elif defined(__AVX2__)
+  const Four q = combine(quads[0], quads[1]);
+#else
+  const Four q = quads[0];
+#endif
+  const Four swapped = {q[2], q[3], q[0], q[1]};
+  const Four pairs = combine(q, swapped);
+  const Four crossed = {pairs[1], pairs[0], pairs[3], pairs[2]};
+  return combine(pairs, crossed)[0];
+}
+
 template <typename Combine>
 INLINE float reduce(Vec v, Combine combine) {
-  const Quad* quads = reinterpret_cast<const Quad*>(&v);
-#if defined(__AVX512F__)
-  const Quad q = combine(combine(quads[0], quads[1]), combine(quads[2], quads[3]));
-#elif defined(__AVX2__)
-  const Quad q = combine(quads[0], quads[1]);
-#else
-  const Quad q = quads[0];
-#endif
-  const Quad swapped = {q[2], q[3], q[0], q[1]};
-  const Quad pairs = combine(q, swapped);
-  const Quad crossed = {pairs[1], pairs[0], pairs[3], pairs[2]};
-  return combine(pairs, crossed)[0];
+  return reduce_lanes<Quad>(v, combine);
+}
+
+template <typename Combine>
+INLINE int32_t reduce(IntVec v, Combine combine) {
+  return reduce_lanes<IntQuad>(v, combine);
 }
 
 INLINE float sum(Vec v) {
@@ -54,6 +66,39 @@ INLINE float sum(Vec v) {
 
 INLINE float largest(Vec v) {
   return reduce(v, [](Quad a, Quad b) { return a > b ? a : b; });
+}
+
+// v, computed at this point: no addition that follows is contracted with the product that made it, or reordered.
+template <typename AnyVec>
+INLINE AnyVec settled(AnyVec v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__SSE2__)
+  asm("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#else
+  asm("" : "+m"(v));
+#endif
+  return v;
+}
+
+// The largest of n magnitudes, n a multiple of kLanes; NaN if any is NaN.
+INLINE float largest_magnitude(const float* x, int64_t n) {
+  IntVec tops = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Vec v = load(x + i);
+    const IntVec bits = reinterpret_cast<const IntVec&>(v) & 0x7fffffff;  // magnitudes are ordered as their bits are
+    tops = bits > tops ? bits : tops;
+  }
+  return __builtin_bit_cast(float, reduce(tops, [](IntQuad a, IntQuad b) { return a > b ? a : b; }));
+}
+
+// The nearest whole number of values up to 2^22, halves to even.
+INLINE IntVec round_to_int(Vec x) {
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23
+  const Vec shifted = settled(x) + magic;
+  return reinterpret_cast<const IntVec&>(shifted) - reinterpret_cast<const IntVec&>(magic);
 }
 
 // 2^x for x up to 127, relative error about 1e-7. Below -126 it stays at 2^-126; NaN stays NaN.

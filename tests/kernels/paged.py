@@ -40,8 +40,9 @@ def paged_batch(
     block_tables = torch.zeros(len(seq_lens) + 2, max([*counts, 1]), dtype=torch.int32)
     k_cache, v_cache = backend.kv_cache(total, block_size, kv_heads, head_dim, torch.float32, "cpu")
     if poison:
-        k_cache.fill_(float("nan"))
-        v_cache.fill_(float("nan"))
+        nan = float("nan") if k_cache.is_floating_point() else -1  # four bytes of -1 are a NaN where a scale is
+        k_cache.fill_(nan)
+        v_cache.fill_(nan)
     keys, values = [], []
     for row, length, count in zip(rows.tolist(), seq_lens, counts, strict=True):
         block_tables[row, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)

@@ -1,4 +1,6 @@
-"""Paged attention: torch backend against SDPA on contiguous KV, C++ backend against the torch backend."""
+"""Paged attention: torch backend against SDPA on contiguous KV, C++ backend against the torch backend.
+
+KV caches of bfloat16 and int8: stored numbers against their definition, then the same comparisons."""
 
 import math
 
@@ -58,6 +60,79 @@ def test_cpu_backend_equals_torch_backend(isa, group, head_dim, block_size):
         torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)
 
 
+NARROW = [torch.bfloat16, torch.int8]
+
+
+def largest_error(dtype, values):
+    """Of storing values: [..., head_dim] of one token and head."""
+    if dtype is torch.bfloat16:
+        return values.abs() * 2**-8
+    return values.abs().amax(-1, keepdim=True) / 127 * 0.501 + 1e-30  # what is smaller counts as zero
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_torch_backend_with_a_narrow_cache_stays_near_sdpa(dtype):
+    batch = paged_batch(TorchBackend(kv_dtype=dtype), *RAGGED, 9, 3, 64, 16, padding_tokens=3)
+    assert batch.k_cache.dtype is dtype
+    got, expected = attend(TorchBackend(), batch), contiguous_attention(batch)
+    assert (got - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_cpu_backend_with_a_narrow_cache_equals_torch_backend(isa, group, head_dim, block_size, dtype):
+    shape = (2 * group, 2, head_dim, block_size)
+    backend = CpuBackend(kv_dtype=dtype)
+    fast = paged_batch(backend, *RAGGED, *shape, padding_tokens=3)
+    plain = paged_batch(TorchBackend(kv_dtype=dtype), *RAGGED, *shape, padding_tokens=3)
+    assert fast.k_cache.dtype is dtype
+    torch.testing.assert_close(attend(backend, fast), attend(TorchBackend(), plain), rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("block_size", "head_dim"), [(48, 80), (128, 16), (256, 80)])
+def test_cpu_backend_with_a_narrow_cache_takes_odd_shapes(isa, block_size, head_dim, dtype):
+    arguments = ([1, 300, 1500, 70], [1, 1, 2, 70], 52, 1, head_dim, block_size)
+    backend = CpuBackend(kv_dtype=dtype)
+    got = attend(backend, paged_batch(backend, *arguments))
+    plain = paged_batch(TorchBackend(kv_dtype=dtype), *arguments)
+    torch.testing.assert_close(got, attend(TorchBackend(), plain), rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("head_dim", [16, 64, 256])
+def test_both_backends_store_the_same_narrow_numbers(isa, head_dim, dtype):
+    k, v = torch.randn(2, 60, 2, head_dim) * torch.rand(60, 2, 1) * 50
+    k[7], v[8, 1], k[9, 0, 3] = 0.0, 1e-38, 1e30
+    slots = torch.randperm(64)[:60]
+    slots[::7] = -1
+    stored = []
+    for backend in (CpuBackend(kv_dtype=dtype), TorchBackend(kv_dtype=dtype)):
+        caches = backend.kv_cache(4, 16, 2, head_dim, torch.float32, "cpu")
+        assert sum(cache.nbytes for cache in caches) == 64 * backend.kv_token_bytes(2, head_dim, torch.float32)
+        backend.write(k, v, *caches, slots)
+        stored.append(caches)
+    (k_fast, v_fast), (k_plain, v_plain) = stored
+    pages = head_dim * 16
+    assert torch.equal(
+        k_fast.flatten(2)[..., :pages].unflatten(2, (head_dim, 16)), k_plain[..., :head_dim].permute(0, 2, 3, 1)
+    )
+    assert torch.equal(
+        v_fast.flatten(2)[..., :pages].unflatten(2, (16, head_dim)), v_plain[..., :head_dim].permute(0, 2, 1, 3)
+    )
+    for fast, plain, written in ((k_fast, k_plain, k), (v_fast, v_plain, v)):
+        values = plain[..., :head_dim].float()
+        if dtype is torch.int8:
+            scale = plain[..., head_dim:].contiguous().view(torch.float32)  # [blocks, block_size, kv_heads, 1]
+            assert torch.equal(fast.flatten(2)[..., pages:].contiguous().view(torch.float32), scale[..., 0].mT)
+            values = values * scale
+        kept = slots >= 0
+        error = values.flatten(0, 1)[slots[kept]] - written[kept]
+        assert (error.abs() <= largest_error(dtype, written[kept])).all()
+
+
 @pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("block_size", [48, 112, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (52, 1)])
@@ -72,9 +147,10 @@ def test_long_context_in_parts_equals_sdpa(isa, block_size):
     torch.testing.assert_close(attend(CpuBackend(), batch), contiguous_attention(batch), rtol=2e-5, atol=5e-6)
 
 
-def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(isa):
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(isa, dtype):
     lens, queries = [200, 700, 31, 90], [1, 1, 31, 12]
-    batch = paged_batch(CpuBackend(), lens, queries, 9, 3, 64, 16)
+    batch = paged_batch(CpuBackend(kv_dtype=dtype), lens, queries, 9, 3, 64, 16)
     together = attend(CpuBackend(), batch)
     m = batch.metadata
     for i in range(len(lens)):
@@ -131,6 +207,22 @@ def test_cpu_write_puts_each_token_in_its_slot_and_skips_minus_one(isa, block_si
     written[slots[slots >= 0]] = True
     assert (v_plain.flatten(0, 1)[~written] == 7.0).all()
     assert torch.equal(v_plain.flatten(0, 1)[slots[slots >= 0]], v[slots >= 0])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rotary_write_to_a_narrow_cache_is_rotary_then_write(isa, dtype):
+    backend = CpuBackend(kv_dtype=dtype)
+    cos, sin = rotary_table(64, 64, 1e4, "default", {})
+    q, k, v = torch.randn(45, 10, 64).split((6, 2, 2), dim=1)
+    positions, slots = torch.randint(0, 64, (45,)), torch.randperm(64)[:45]
+    fused = backend.kv_cache(4, 16, 2, 64, torch.float32, "cpu")
+    turned = backend.rotary_write(q, k, v, cos, sin, positions, *fused, slots)
+    q, k = cpu_ops.apply_rotary(q, k, cos, sin, positions)
+    apart = backend.kv_cache(4, 16, 2, 64, torch.float32, "cpu")
+    backend.write(k, v, *apart, slots)
+    assert torch.equal(turned, q)
+    assert torch.equal(fused[0], apart[0])
+    assert torch.equal(fused[1], apart[1])
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
@@ -244,6 +336,28 @@ def test_select_backend_refuses_a_negative_block_size():
         select_backend("cpu", torch.float32, 64, -16)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "name"),
+    [
+        (torch.float32, torch.int8, "cpu"),
+        (torch.float32, torch.bfloat16, "cpu"),
+        (torch.float32, torch.float16, "torch"),
+        (torch.bfloat16, torch.int8, "torch"),
+    ],
+)
+def test_select_backend_passes_the_type_of_the_cache_on(dtype, kv_dtype, name):
+    backend = select_backend("cpu", dtype, 64, kv_dtype=kv_dtype)
+    assert (backend.name, backend.kv_dtype) == (name, kv_dtype)
+    assert backend.kv_cache(2, 16, 1, 64, dtype, "cpu")[0].dtype is kv_dtype
+
+
+def test_select_backend_refuses_a_cache_type_that_none_stores():
+    with pytest.raises(ValueError, match=r"float32, bfloat16, float16 or int8, got torch.float8_e4m3fn"):
+        select_backend("cpu", torch.float32, 64, kv_dtype=torch.float8_e4m3fn)
+
+
 def test_cpu_cache_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"float32.*bfloat16"):
         CpuBackend().kv_cache(2, 16, 1, 64, torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match=r"cache of torch.float16"):
+        CpuBackend(kv_dtype=torch.float16).kv_cache(2, 16, 1, 64, torch.float32, "cpu")

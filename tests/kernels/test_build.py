@@ -163,4 +163,16 @@ def test_the_environment_chooses_the_instruction_set():
     assert run_use(NANOSERVE_CPU_ISA="portable").stdout.split() == ["True", "cpu"]
     wrong = run_use(NANOSERVE_CPU_ISA="sse9")
     assert wrong.returncode != 0
-    assert "NANOSERVE_CPU_ISA must be one of portable, avx2, avx512 or unset, got 'sse9'" in wrong.stderr
+    allowed = "portable, avx2, avx2_vnni, avx512, avx512_vnni"
+    assert f"NANOSERVE_CPU_ISA must be one of {allowed} or unset, got 'sse9'" in wrong.stderr
+
+
+def test_no_symbol_of_one_instruction_set_can_stand_in_for_anothers(tmp_path):
+    """A weak symbol, such as a template's table, would be merged: portable code could land in AVX-512 instructions."""
+    target = str(tmp_path / "portable.o")
+    source = str(build.SOURCES / "isa.cpp")
+    build._run([*build._compiler(), *build.FLAGS, "-DKERNELS=portable_kernels", "-c", source, "-o", target])
+    symbols = [line.split(maxsplit=2) for line in build._run(["nm", "--defined-only", target]).splitlines()]
+    assert any("portable_kernels" in name for _, _, name in symbols)
+    # DW.ref is a pointer of the exception tables, the same in all.
+    assert [name for _, kind, name in symbols if kind in "VvWwu" and not name.startswith("DW.ref.")] == []

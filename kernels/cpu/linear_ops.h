@@ -1,0 +1,120 @@
+// The operators of dense layers.
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+
+// [..., k] as rows of k values: a 2-dimensional x keeps its stride.
+Tensor rows_of(const Tensor& x, int64_t k) {
+  check_float(x, "x");
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == k, "x must be [..., ", k, "], got ", x.sizes());
+  return x.dim() == 2 && x.stride(1) == 1 ? x : x.contiguous();
+}
+
+Tensor empty_result(const Tensor& x, int64_t n) {
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = n;
+  return at::empty(shape, x.options());
+}
+
+Tensor values_of(const Tensor& x, int64_t n, const char* name) {
+  check_float(x, name);
+  TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == n, name, " must be [", n, "], got ", x.sizes());
+  return x.contiguous();
+}
+
+Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, const MaybeTensor& bias) {
+  check_float(x_in, "x");
+  const bool wide = packed.scalar_type() == at::kFloat;
+  TORCH_CHECK_TYPE(packed.device().is_cpu() && (wide || packed.scalar_type() == at::kBFloat16),
+                   "a packed weight is a float32 or bfloat16 CPU tensor, got ", packed.scalar_type(), " on ",
+                   packed.device());
+  const int64_t panels = (n + kPanel - 1) / kPanel;
+  TORCH_CHECK_VALUE(n > 0 && packed.dim() == (wide ? 3 : 4) && packed.is_contiguous() && packed.size(0) == panels &&
+                        packed.size(2) == kPanel && (wide || packed.size(3) == 2),
+                    "a packed weight of ", n, " columns is contiguous [", panels, ", k, ", kPanel, "] in float32 or [",
+                    panels, ", k / 2, ", kPanel, ", 2] in bfloat16, got ", packed.sizes());
+  const int64_t k = packed.size(1) * (wide ? 1 : 2);
+  const Tensor x = rows_of(x_in, k), bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
+  Tensor out = empty_result(x, n);
+  if (out.numel() == 0) return out;
+  active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / n, n, k,
+                  wide ? packed.const_data_ptr<float>() : nullptr,
+                  wide ? nullptr : reinterpret_cast<const uint16_t*>(packed.const_data_ptr()),
+                  bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>()},
+                 threads());
+  return out;
+}
+
+// (y, the sum of x and residual if there is one); norm and residual as in `QuantizedLinear`.
+std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTensor& residual_in,
+                                             const MaybeTensor& norm_in, double eps, const Tensor& data,
+                                             const Tensor& scale, int64_t n, bool gated, const MaybeTensor& bias) {
+  TORCH_CHECK_VALUE(x_in.dim() >= 1, "x must be [..., k], got a scalar");
+  const int64_t k = x_in.size(-1), groups = (k + kGroup - 1) / kGroup, width = gated ? n / 2 : n;
+  const int64_t panels = (width + kPanel - 1) / kPanel * (gated ? 2 : 1);
+  TORCH_CHECK_TYPE(data.device().is_cpu() && data.scalar_type() == at::kByte,
+                   "a quantized weight is a uint8 CPU tensor, got ", data.scalar_type(), " on ", data.device());
+  TORCH_CHECK_VALUE(n > 0 && data.is_contiguous() && data.dim() == 4 && data.size(0) == panels &&
+                        data.size(2) == kPanel && data.size(3) == 4,
+                    "a quantized weight of ", n, " columns is contiguous [", panels, ", k / 4, ", kPanel, ", 4], got ",
+                    data.sizes());
+  TORCH_CHECK_VALUE(data.size(1) * 4 == groups * kGroup, "x must be [..., k] with k up to ", data.size(1) * 4,
+                    " and above ", data.size(1) * 4 - kGroup, ", got ", x_in.sizes());
+  TORCH_CHECK_TYPE(scale.device().is_cpu() && scale.scalar_type() == at::kHalf,
+                   "the scale of a quantized weight is a float16 CPU tensor, got ", scale.scalar_type(), " on ",
+                   scale.device());
+  TORCH_CHECK_VALUE(scale.is_contiguous() && scale.dim() == 3 && scale.size(0) == panels && scale.size(1) == groups &&
+                        scale.size(2) == kPanel,
+                    "the scale of a quantized weight must be contiguous [", panels, ", ", groups, ", ", kPanel,
+                    "], got ", scale.sizes());
+  const Tensor x = rows_of(x_in, k);
+  const Tensor bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
+  const Tensor norm = norm_in ? values_of(*norm_in, k, "weight") : Tensor();
+  Tensor residual, total, out = empty_result(x, width);
+  if (residual_in) {
+    check_float(*residual_in, "residual");
+    TORCH_CHECK_VALUE(residual_in->sizes() == x.sizes(), "x and residual must have one shape, got ", x.sizes(), " and ",
+                      residual_in->sizes());
+    residual = residual_in->contiguous();
+    total = at::empty(x.sizes(), x.options());
+  }
+  if (out.numel() == 0) return {out, total};
+  const int64_t rows = out.numel() / width, team = threads();
+  const int64_t lines = team * groups * kGroup;
+  const int64_t quantized = std::max(rows, kLoneRows * team) * groups * (kActivationGroupBytes / 4);
+  Tensor scratch = at::empty({lines + quantized}, x.options());
+  const auto data_of = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
+  active->quantized_linear(
+      {x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, rows, n, k, data_of(residual), data_of(norm),
+       static_cast<float>(eps), residual_in ? total.data_ptr<float>() : nullptr, data.const_data_ptr<uint8_t>(),
+       reinterpret_cast<const uint16_t*>(scale.const_data_ptr()), data_of(bias_values), gated,
+       out.data_ptr<float>(), scratch.data_ptr<float>(), scratch.data_ptr<float>() + lines},
+      static_cast<int>(team));
+  return {out, total};
+}
+
+Tensor quantized_linear(const Tensor& x, const Tensor& data, const Tensor& scale, int64_t n, bool gated,
+                        const MaybeTensor& bias) {
+  return std::get<0>(quantized_product(x, std::nullopt, std::nullopt, 0.0, data, scale, n, gated, bias));
+}
+
+Tensor norm_quantized_linear(const Tensor& x, const Tensor& weight, double eps, const Tensor& data,
+                             const Tensor& scale, int64_t n, bool gated, const MaybeTensor& bias) {
+  return std::get<0>(quantized_product(x, std::nullopt, weight, eps, data, scale, n, gated, bias));
+}
+
+std::tuple<Tensor, Tensor> add_norm_quantized_linear(const Tensor& x, const Tensor& residual, const Tensor& weight,
+                                                     double eps, const Tensor& data, const Tensor& scale, int64_t n,
+                                                     bool gated, const MaybeTensor& bias) {
+  return quantized_product(x, residual, weight, eps, data, scale, n, gated, bias);
+}
+
+}  // namespace

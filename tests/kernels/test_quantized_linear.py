@@ -1,0 +1,180 @@
+"""The 8-bit dense layer: its definition against float arithmetic, C++ against the definition."""
+
+import pytest
+import torch
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import silu
+
+from kernels import cpu_ops, rms_norm
+from kernels.quantized_linear import (
+    ACTIVATION_GROUP,
+    GROUP,
+    QuantizedWeight,
+    norm_quantized_linear,
+    quantize,
+    quantize_weight,
+    quantized_linear,
+    reference,
+)
+
+
+def weight_of(n, k, gated=False):
+    weight = torch.randn(n, k) * k**-0.5
+    return weight, quantize_weight(weight, gated)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(48, 64), (960, 576), (100, 96), (2, 2), (50, 130)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 150])
+def test_quantized_linear_equals_reference(isa, rows, n, k, gated):
+    _, weight = weight_of(n, k, gated)
+    x, bias = torch.randn(rows, k), torch.randn(n)
+    before = x.clone()
+    for b in (None, bias):
+        close(quantized_linear(x, weight, b), reference(x, weight, b))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("n", "k"), [(960, 576), (100, 96)])
+def test_reference_is_within_a_percent_of_float(n, k):
+    weight, quantized = weight_of(n, k)
+    x, bias = torch.randn(40, k), torch.randn(n)
+    expected = torch_linear(x, weight, bias)
+    assert (reference(x, quantized, bias) - expected).norm() < 0.01 * expected.norm()
+
+
+def test_gated_reference_is_swiglu_within_two_percent_of_float():
+    weight, quantized = weight_of(200, 96, gated=True)
+    x = torch.randn(40, 96)
+    gate, up = torch_linear(x, weight).chunk(2, dim=-1)
+    expected = silu(gate) * up
+    assert (reference(x, quantized) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_reference_multiplies_the_numbers_that_the_bits_stand_for():
+    _, quantized = weight_of(50, 64)
+    x = torch.randn(5, 64)
+    values, scale = quantize(x.view(5, -1, ACTIVATION_GROUP))
+    stood_for = quantized.rows(torch.arange(50))
+    expected = torch_linear((values * scale).flatten(1).double(), stood_for.double()).float()
+    close(reference(x, quantized), expected)
+
+
+def test_whole_numbers_with_one_scale_come_out_exact(isa):
+    """Values from -127 to 127 whose groups all reach 127: neither side rounds, and sums stay under 2^24."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-127, 128, (n, 128), generator=g).float() for n in (7, 96))
+    x[:, ::ACTIVATION_GROUP] = 127.0
+    w[:, ::GROUP] = -127.0
+    assert torch.equal(quantized_linear(x, quantize_weight(w)), torch_linear(x.double(), w.double()).float())
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 4, 5, 40])
+def test_norm_quantized_linear_equals_its_parts(isa, rows, gated, residual):
+    _, weight = weight_of(100, 130, gated)
+    x, norm, bias = torch.randn(rows, 130), torch.rand(130), torch.randn(100)
+    added = torch.randn(rows, 130) if residual else None
+    y, total = norm_quantized_linear(x, added, norm, 1e-5, weight, bias)
+    assert torch.equal(total, x if added is None else added + x)
+    close(y, quantized_linear(rms_norm.rms_norm(total, norm, 1e-5), weight, bias))
+    if rows:  # float32 rounding of the norm may move a value over the edge between two whole numbers
+        expected = reference(rms_norm.reference(total, norm, 1e-5), weight, bias)
+        assert (y - expected).norm() < 0.002 * expected.norm()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_gets_the_same_bits_in_every_batch(isa, gated):
+    _, weight = weight_of(200, 576, gated)
+    x, norm = torch.randn(300, 576), torch.rand(576)
+    together = quantized_linear(x, weight)
+    normed, _ = norm_quantized_linear(x, x, norm, 1e-5, weight)
+    for rows in (1, 2, 3, 4, 5, 7, 13, 32, 129):
+        assert torch.equal(quantized_linear(x[:rows], weight), together[:rows])
+        assert torch.equal(norm_quantized_linear(x[:rows], x[:rows], norm, 1e-5, weight)[0], normed[:rows])
+    assert torch.equal(quantized_linear(x[31:32], weight), together[31:32])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 200])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_thread_count_does_not_change_the_bits(threads, rows):
+    _, weight = weight_of(1000, 576)
+    x, norm = torch.randn(rows, 576), torch.rand(576)
+    expected = norm_quantized_linear(x, x, norm, 1e-5, weight)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for got, wanted in zip(norm_quantized_linear(x, x, norm, 1e-5, weight), expected, strict=True):
+            assert torch.equal(got, wanted)
+    finally:
+        torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_number_is_not_lost_and_stays_in_its_row(isa, bad):
+    _, weight = weight_of(60, 96)
+    x = torch.randn(9, 96)
+    clean = quantized_linear(x, weight)
+    x[4, 50] = bad
+    dirty = quantized_linear(x, weight)
+    assert not dirty[4].isfinite().any()
+    others = torch.arange(9) != 4
+    assert torch.equal(dirty[others], clean[others])
+
+
+def test_zeros_and_the_smallest_numbers_give_zero_not_nan(isa):
+    _, weight = weight_of(60, 96)
+    x = torch.zeros(3, 96)
+    x[1] = 1e-38
+    x[2] = 1e-45
+    assert not quantized_linear(x, weight).any()
+    assert not quantized_linear(torch.ones(1, 96), quantize_weight(torch.zeros(60, 96))).any()
+
+
+def test_linear_takes_rows_with_a_stride_and_more_dimensions(isa):
+    _, weight = weight_of(60, 64)
+    x = torch.randn(4, 5, 100)
+    close(quantized_linear(x[..., :64], weight), reference(x[..., :64], weight))
+    close(quantized_linear(x[0, :, 30:94], weight), reference(x[0, :, 30:94], weight))
+
+
+def test_rows_are_the_weight_within_half_a_step():
+    weight, quantized = weight_of(100, 130)
+    index = torch.tensor([99, 0, 47, 48])
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert ((quantized.rows(index) - weight[index]).abs() <= 0.51 * step[index]).all()
+
+
+def test_a_weight_of_q8_0_comes_out_as_it_is():
+    scale = (torch.rand(50, 4, 1) * 0.01).half().float()
+    values = torch.randint(-127, 128, (50, 4, GROUP)).float()
+    values[..., 5] = 127.0
+    weight = (values * scale).flatten(1)
+    assert torch.equal(quantize_weight(weight).rows(torch.arange(50)), weight)
+
+
+def test_a_quantized_weight_takes_little_over_a_quarter():
+    _, weight = weight_of(960, 576)
+    assert weight.data.nbytes + weight.scale.nbytes < 0.27 * 960 * 576 * 4
+
+
+def test_wrong_shapes_are_refused():
+    assert cpu_ops.load()
+    _, weight = weight_of(50, 64)
+    with pytest.raises(ValueError, match=r"k up to 64 and above 32"):
+        quantized_linear(torch.zeros(2, 65), weight)
+    with pytest.raises(ValueError, match=r"bias must be \[50\]"):
+        quantized_linear(torch.zeros(2, 64), weight, torch.zeros(49))
+    with pytest.raises(ValueError, match="quantized weight of 500"):
+        quantized_linear(torch.zeros(2, 64), QuantizedWeight(weight.data, weight.scale, 500, 64, False))
+    with pytest.raises(ValueError, match="scale of a quantized weight"):
+        quantized_linear(torch.zeros(2, 64), QuantizedWeight(weight.data, weight.scale[:1], 50, 64, False))
+    with pytest.raises(ValueError, match="one shape"):
+        norm_quantized_linear(torch.zeros(2, 64), torch.zeros(3, 64), torch.ones(64), 1e-5, weight)
+    with pytest.raises(ValueError, match=r"weight must be \[64\]"):
+        norm_quantized_linear(torch.zeros(2, 64), None, torch.ones(63), 1e-5, weight)
