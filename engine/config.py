@@ -12,7 +12,7 @@ DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 """By device. A step of a CPU is kept short, since running streams wait for the prompts that share it."""
 
-ALIASES = {"model_path": "model"}
+ALIASES = {"model_path": "model", "cache_dtype": "kv_cache_dtype"}
 """Other names of a setting, taken wherever settings are read."""
 
 
@@ -23,6 +23,8 @@ class EngineConfig:
     model: an alias (`smollm2-135m`), a folder in Hugging Face layout, a `.gguf` file, or a Hub repository id.
     load_format: "dummy" makes seeded random weights from the model's config alone.
     dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own type on a GPU.
+    quantization: "int8" computes weights and activations in 8 bits, on a CPU alone (docs/quantization.md).
+    kv_cache_dtype: what the KV cache stores; auto is the type of the activations.
     max_model_len: longest prompt plus output, tokens; by default what the model was trained for.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.
     kv_cache_memory_bytes: KV cache size in bytes, instead of the share above; on a CPU the default is a
@@ -41,6 +43,8 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["int8"] | None = None
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -82,10 +86,13 @@ class EngineConfig:
         for name, allowed in (
             ("load_format", ("auto", "dummy")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8")),
             ("device", ("auto", "cpu", "cuda")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.quantization not in (None, "int8"):
+            raise ConfigError(f"quantization must be int8 or unset, got {self.quantization!r}")
         if not self.model or not isinstance(self.model, str):
             raise ConfigError(f"model must be a name or a path, got {self.model!r}")
 

@@ -75,8 +75,11 @@ class ModelRunner:
                 f"max_model_len is {max_model_len}, but the model has positions for "
                 f"{model_config.max_position_embeddings} tokens"
             )
+        if config.quantization is not None and (device.type != "cpu" or dtype != torch.float32):
+            raise ConfigError(f"quantization int8 is for a CPU and float32 activations, not for {device} and {dtype}")
+        kv_dtype = None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
         try:
-            backend = select_backend(device, dtype, model_config.head_dim, config.block_size)
+            backend = select_backend(device, dtype, model_config.head_dim, config.block_size, kv_dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         block_size = config.block_size or backend.default_block_size
@@ -85,10 +88,11 @@ class ModelRunner:
             random_weights(model.targets(), config.seed)
         else:
             load_weights(model.targets(), path, tied=model_config.tie_word_embeddings)
-        model.pack()
+        model.pack(config.quantization)
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
         budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
-        token_bytes = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
+        layer_bytes = backend.kv_token_bytes(model_config.num_kv_heads, model_config.head_dim, dtype)
+        token_bytes = model_config.num_layers * layer_bytes
         num_blocks = num_kv_blocks(
             config,
             device,
@@ -97,10 +101,11 @@ class ModelRunner:
             block_size=block_size,
         )
         logger.info(
-            "%s on %s in %s, attention by %s (%s), KV cache of %d tokens in %d blocks (%.2f GiB)",
+            "%s on %s in %s%s, attention by %s (%s), KV cache of %d tokens in %d blocks (%.2f GiB)",
             path.name,
             device,
             str(dtype).removeprefix("torch."),
+            f", weights in {config.quantization}" if config.quantization else "",
             backend.name,
             backend.reason,
             num_blocks * block_size,

@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.linear import Quantization
 from engine.loader import load_weights
 from engine.model_config import load_model_config
 from engine.models.decoder import Decoder
+from engine.sampling_params import SamplingParams
 from kernels.attention import AttentionMetadata, select_backend
 from kernels.linear import PackedWeight
 from kernels.quantized_linear import QuantizedWeight
 from tests import tiny_models
+from tests.engine.build import build_engine
+from tests.scripted import drain
 
 
 @pytest.fixture(scope="module", params=["llama", "llama_tied", "qwen3", "biased"])
@@ -93,3 +97,36 @@ def fresh_targets(folder: Path) -> dict[str, Tensor]:
     model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
     load_weights(model.targets(), folder, tied=config.tie_word_embeddings)
     return model.targets()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "bfloat16"}]
+)
+def test_the_same_tokens_in_any_batch_and_chunk(tmp_path: Path, settings: dict[str, str]) -> None:
+    folder = tiny_models.llama(tmp_path / "tiny")
+    prompts = [[(3 + 5 * i + 11 * j) % 380 + 3 for j in range(length)] for i, length in enumerate((1, 16, 33))]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    alone = build_engine(folder, **settings)
+    expected = {}
+    for i, prompt in enumerate(prompts):
+        alone.add_request(str(i), prompt, params)
+        expected |= drain(alone)
+    together = build_engine(folder, max_num_batched_tokens=16, async_scheduling=True, **settings)
+    for i, prompt in enumerate(prompts):
+        together.add_request(str(i), prompt, params)
+    assert drain(together) == expected
+
+
+def test_a_smaller_cache_type_makes_more_blocks_of_the_same_memory(tmp_path: Path) -> None:
+    folder = tiny_models.llama(tmp_path / "tiny")
+    blocks = {
+        name: build_engine(folder, kv_cache_memory_bytes=1 << 20, kv_cache_dtype=name).info.num_blocks
+        for name in ("float32", "bfloat16", "int8")
+    }
+    assert blocks["bfloat16"] == 2 * blocks["float32"]
+    assert blocks["int8"] > 1.5 * blocks["bfloat16"]
+
+
+def test_int8_is_refused_where_it_would_only_be_slow(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="quantization int8 is for a CPU"):
+        build_engine(tiny_models.llama(tmp_path / "tiny"), quantization="int8", dtype="bfloat16")
