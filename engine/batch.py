@@ -115,10 +115,3 @@ class Batch:
         if not params.greedy:
             self.num_random += by
             self.num_filtered += by * (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-
-    def append_block(self, row: int, block: int) -> int:
-        """Add a block to the row's table; returns its column."""
-        column = int(self.num_blocks[row])
-        self.block_table[row, column] = block
-        self.num_blocks[row] = column + 1
-        return column

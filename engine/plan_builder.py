@@ -20,9 +20,9 @@ class PlanBuilder:
         """A request has got the row."""
         self._new_rows.append(row)
 
-    def add_block(self, row: int, block: int) -> None:
-        """The row's request has got a block, its next."""
-        self._updates.append((row, self._batch.append_block(row, block), block))
+    def add_block(self, row: int, column: int, block: int) -> None:
+        """The row's request has got a block, its next; the batch's table has it from the next plan on."""
+        self._updates.append((row, column, block))
 
     def remove_row(self, row: int) -> None:
         """The row's request is gone, and another may get the row in this very step."""
@@ -44,6 +44,7 @@ class PlanBuilder:
             token_rows = np.repeat(rows, counts)
             offsets = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1], counts)
             positions = np.repeat(start, counts) + offsets
+        updates = self._block_updates()
         blocks = batch.block_table[token_rows, positions // size].astype(np.int64)
         slots = blocks * size + positions % size
         if self._new_rows:  # only a request that is new here can begin among tokens that it took from the cache
@@ -67,7 +68,7 @@ class PlanBuilder:
             slots=slots,
             sample=sample,
             mode=self._mode(),
-            block_updates=self._block_updates(),
+            block_updates=updates,
             new_rows=self._row_params(),
             pending=pending if pending is not None and len(pending) else None,
             forbidden=self._forbidden(rows[sample]),
@@ -94,9 +95,11 @@ class PlanBuilder:
     def _block_updates(self) -> BlockUpdates:
         if not self._updates:
             return _NO_UPDATES
-        table = np.array(self._updates, dtype=np.int32)
+        rows, columns, blocks = np.array(self._updates, dtype=np.int32).T.copy()
         self._updates = []
-        return BlockUpdates(table[:, 0], table[:, 1], table[:, 2])
+        self._batch.block_table[rows, columns] = blocks
+        self._batch.num_blocks[rows] = columns + 1  # columns of a row rise, and the last one counts
+        return BlockUpdates(rows, columns, blocks)
 
     def _mode(self) -> SamplingMode:
         batch = self._batch

@@ -111,9 +111,13 @@ class Request:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
 
-    def extend_hashes(self, token_ids: NDArray[np.int32], block_size: int) -> None:
-        """Add the digests of the full blocks of `token_ids` that have none yet (the prompt's may have come along)."""
-        start = len(self.hashes) * block_size
-        if len(token_ids) - start >= block_size:
-            parent = self.hashes[-1] if self.hashes else root_hash(self.salt)
-            self.hashes += chain(token_ids[start:].astype("<i4", copy=False).tobytes(), block_size, parent)
+    def extend_hashes(self, token_ids: NDArray[np.int32], block_size: int, num_blocks: int) -> None:
+        """Add the digests that its first `num_blocks` blocks lack (the prompt's may have come along).
+
+        token_ids: the request's, and perhaps more behind them.
+        """
+        start = len(self.hashes)
+        if start < num_blocks:
+            data = token_ids[start * block_size : num_blocks * block_size]
+            parent = self.hashes[-1] if start else root_hash(self.salt)
+            self.hashes += chain(data.astype("<i4", copy=False).tobytes(), block_size, parent)

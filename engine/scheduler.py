@@ -84,7 +84,7 @@ class Scheduler:
         request.arrival = self._arrivals
         request.rank = self._clock() + PRIORITY_S * request.priority
         if self.blocks.enable_prefix_caching:
-            request.extend_hashes(request.token_ids, self.block_size)
+            request.extend_hashes(request.token_ids, self.block_size, len(request.token_ids) // self.block_size)
         self.requests[request.request_id] = request
         self._wait(request)
 
@@ -179,8 +179,12 @@ class Scheduler:
         first = batch.num_settled[plan.rows] // self.block_size
         last = plan.seq_lens // self.block_size
         batch.num_settled[plan.rows] = plan.seq_lens
-        for i in np.flatnonzero((first != last) & batch.alive[plan.rows]).tolist():
-            self._register(int(plan.rows[i]), int(first[i]), int(last[i]))
+        if self.blocks.enable_prefix_caching:
+            done = np.flatnonzero((first != last) & batch.alive[plan.rows])
+            for row, begin, end in zip(
+                plan.rows[done].tolist(), first[done].tolist(), last[done].tolist(), strict=True
+            ):
+                self._register(row, begin, end)
         self._settle(plan)
 
         rows = plan.rows[plan.sample]
@@ -291,8 +295,8 @@ class Scheduler:
         return True
 
     def _hold(self, request: Request, block: int) -> None:
+        self._plans.add_block(request.row, len(request.blocks), block)
         request.blocks.append(block)
-        self._plans.add_block(request.row, block)
 
     def _start_again(self, request: Request) -> None:
         """Take everything from a running request but its tokens, and let it wait."""
@@ -386,11 +390,10 @@ class Scheduler:
     def _register(self, row: int, first: int, last: int) -> None:
         """Make blocks `first` to `last` of a row findable, now that their KV is written."""
         request = self.batch.requests[row]
-        if request is None or not self.blocks.enable_prefix_caching:
-            return
-        request.extend_hashes(self.batch.tokens[row, : last * self.block_size], self.block_size)
-        for block, digest in zip(request.blocks[first:last], request.hashes[first:last], strict=True):
-            self.blocks.register(block, digest)
+        assert request is not None
+        request.extend_hashes(self.batch.tokens[row], self.block_size, last)
+        for i in range(first, last):
+            self.blocks.register(request.blocks[i], request.hashes[i])
 
     def _rows(self) -> Ints:
         if self._order is None:
