@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve import Application
 
-__all__ = ["build", "deployment"]
+__all__ = ["__version__", "build", "deployment"]
+
+__version__ = "0.1.0"
 
 
 def build(args: dict[str, Any]) -> "Application":

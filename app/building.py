@@ -1,10 +1,13 @@
 """Settings to a Serve application: which deployments, how many, on what resources."""
 
+import logging
 import math
 import os
+import socket
 
 import ray
 from ray import serve
+from ray.serve.config import HTTPOptions
 from ray.serve.schema import LoggingConfig
 
 from app.ingress import OVERCOMMIT, IngressDeployment
@@ -13,6 +16,8 @@ from app.settings import AppSettings, is_path
 from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.errors import ConfigError
 from engine.hub import PACKAGED_MODELS, resolve_model
+
+logger = logging.getLogger("ray.serve")
 
 _CONTROL_CALLS = 8
 """Calls for limits, statistics and health that a full replica takes beside its requests."""
@@ -25,9 +30,12 @@ def build_application(settings: AppSettings) -> serve.Application:
     """Raises `ConfigError` for what cannot start here."""
     config = settings.engine_config()
     num_gpus = gpus_to_ask_for(config.device)
-    _check_model(config)
+    if not _cluster_is_elsewhere():
+        _check_model(config)
+        if (warning := port_in_use()) is not None:
+            logger.warning(warning)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cuda" if num_gpus else "cpu"]
-    logging = LoggingConfig(log_level=settings.log_level)
+    log = LoggingConfig(log_level=settings.log_level)
     engine = serve.deployment(
         EngineDeployment,
         name="engine",
@@ -38,7 +46,7 @@ def build_application(settings: AppSettings) -> serve.Application:
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_wait_loop_s=0.5,
-        logging_config=logging,
+        logging_config=log,
     )
     ingress = serve.deployment(
         serve.ingress()(IngressDeployment),
@@ -47,7 +55,7 @@ def build_application(settings: AppSettings) -> serve.Application:
         max_queued_requests=-1,
         ray_actor_options={"num_cpus": 0.1},
         graceful_shutdown_wait_loop_s=0.5,
-        logging_config=logging,
+        logging_config=log,
     )
     return ingress.bind(settings, engine.bind(config))
 
@@ -76,12 +84,33 @@ def _count_gpus() -> int:
     return count if visible is None else min(count, len(visible))
 
 
+def port_in_use() -> str | None:
+    """What to tell a person if something listens where a Serve that starts here will.
+
+    Serve binds with SO_REUSEPORT: a second one starts without an error, and each gets half of the connections.
+    """
+    options = HTTPOptions()
+    address = (options.host or "127.0.0.1", options.port)
+    try:
+        socket.create_connection(address, timeout=1).close()
+    except OSError:
+        return None
+    return (
+        f"something listens on {address[0]}:{address[1]} already: a second server there would get only a part of the "
+        "requests, and the first one the rest; stop that one, or set RAY_ADDRESS to deploy to the cluster that has it"
+    )
+
+
+def _cluster_is_elsewhere() -> bool:
+    """Whether Ray runs already, or is to be found by its address: what is here then says little of it."""
+    return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
+
+
 def _check_model(config: EngineConfig) -> None:
-    """A name or path that leads nowhere is told before Ray starts, unless the cluster is somewhere else.
+    """A name or path that leads nowhere is told before Ray starts.
 
     Nothing is fetched here: an alias or a Hub repository is the replicas' matter, where the files are needed.
     """
-    elsewhere = ray.is_initialized() or os.environ.get("RAY_ADDRESS")
     fetched = config.model in PACKAGED_MODELS or ("/" in config.model and not is_path(config.model))
-    if not elsewhere and not fetched:
+    if not fetched:
         resolve_model(config.model)

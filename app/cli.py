@@ -41,15 +41,24 @@ def _pairs(arguments: Sequence[str]) -> dict[str, str]:
 def _build(model: str) -> None:
     """Here and not in the replicas, so that progress and errors are seen in the terminal."""
     from engine.hub import resolve_model
+    from kernels import cpu_ops
     from kernels.build import ensure_built
 
     library = ensure_built(verbose=True)
+    try:
+        cpu_ops.load()
+    except ValueError as error:  # NANOSERVE_CPU_ISA, which every replica would fail on
+        raise ConfigError(str(error)) from error
     print(f"CPU kernels: {library or 'none; torch computes instead'}")
     print(f"model: {resolve_model(model)}")
 
 
 def _serve(settings: dict[str, str]) -> None:
-    """Become `serve run`, so that Ctrl-C and everything else is Ray's own."""
+    """Become `serve run`, so that Ctrl-C and everything else is Ray's own. Raises `ConfigError` if one runs here."""
+    from app.building import port_in_use
+
+    if not os.environ.get("RAY_ADDRESS") and (problem := port_in_use()) is not None:
+        raise ConfigError(problem)
     arguments = [f"{name}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "app:build", *arguments]
     os.execv(sys.executable, command)

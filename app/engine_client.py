@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from app.openai.errors import ApiError, EngineFault
 from engine.errors import EngineDeadError
-from engine.outputs import EngineStats, Finished
+from engine.outputs import EngineStats, Finished, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 CONTROL_TIMEOUT_S = 5.0
@@ -38,14 +38,20 @@ class Submission:
     output_ids: Sequence[int] = ()
     block_hashes: list[bytes] | None = None
     cache_salt: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """New tokens of one request, from one step or from several; the last delivery says how it ended."""
+    """New tokens of one request, from one step or from several; the last delivery says how it ended.
+
+    logprobs: one entry for each of token_ids, if the request asked for them. prompt_logprobs: once, if asked for.
+    """
 
     token_ids: list[int]
     finished: Finished | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

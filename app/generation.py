@@ -6,13 +6,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from app.admission import Admission, Ticket
-from app.engine_client import EngineClient, Submission
+from app.engine_client import Delivery, EngineClient, Submission
 from app.openai.errors import EngineFault
 from app.openai.responses import Usage
+from app.openai.token_entries import EntryAligner, TokenEntry
 from engine.block_hash import block_hashes
 from engine.detokenizer import Detokenizer
-from engine.outputs import Finished, FinishReason
+from engine.outputs import Finished, FinishReason, TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.token_text import TokenTexts
 from engine.tokenizer import Tokenizer
 
 _DELTAS_AHEAD = 16
@@ -21,26 +23,42 @@ _DELTAS_AHEAD = 16
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt to complete. index: of its choice in the answer."""
+    """One prompt to complete, once.
+
+    index: of its choice in the answer.
+    text_offset: characters of the choice's text before the output's. return_token_ids: whether deltas carry them.
+    counts_prompt: whether the prompt counts in the usage: in that of one of its outputs.
+    """
 
     index: int
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     cache_salt: str | None = None
+    priority: int = 0
+    text_offset: int = 0
+    return_token_ids: bool = False
+    counts_prompt: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make it three times as slow to make, for each token
 class Delta:
     """New text of one choice. The first comes with the first token, its text perhaps still held back.
 
     finish_reason and usage: of the choice's last delta only.
+    entries: log probabilities of the tokens whose text begins here, if they were asked for.
+    token_ids: new tokens, if they were asked for: of the text, of what is held back, and what ended it.
+    prompt_logprobs: of the choice's first delta, if they were asked for; prompt_entries: what an echo shows of them.
     """
 
     index: int
     text: str
     finish_reason: str | None = None
     usage: Usage | None = None
+    entries: Sequence[TokenEntry] = ()
+    token_ids: Sequence[int] = ()
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_entries: Sequence[TokenEntry] = ()
 
 
 class TextGenerator:
@@ -51,6 +69,7 @@ class TextGenerator:
         self._admission = admission
         self._tokenizer = tokenizer
         self._block_size = block_size
+        self._texts = _Texts(tokenizer)
 
     async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
         """Deltas of all jobs as they come. Closing it, or cancelling its reader, aborts them.
@@ -59,7 +78,8 @@ class TextGenerator:
         """
         tickets = self._admission.reserve(len(jobs))
         try:
-            streams = [self._run_one(job, ticket) for job, ticket in zip(jobs, tickets, strict=True)]
+            hashes = _PromptHashes(self._block_size)
+            streams = [self._run_one(job, ticket, hashes) for job, ticket in zip(jobs, tickets, strict=True)]
             async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -67,15 +87,9 @@ class TextGenerator:
             for ticket in tickets:  # those of jobs that have not begun as well
                 ticket.release()
 
-    async def _run_one(self, job: Job, ticket: Ticket) -> AsyncGenerator[Delta, None]:
+    async def _run_one(self, job: Job, ticket: Ticket, hashes: "_PromptHashes") -> AsyncGenerator[Delta, None]:
         params = job.params
-        text = Detokenizer(
-            self._tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-            stop=params.stop_strings,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        output = _Output(job, self._tokenizer, self._texts)
         stream = None
         try:
             await ticket.granted()
@@ -84,35 +98,108 @@ class TextGenerator:
                     job.request_id,
                     job.prompt_ids,
                     params,
-                    block_hashes=block_hashes(job.prompt_ids, self._block_size, job.cache_salt),
+                    block_hashes=hashes.of(job),
                     cache_salt=job.cache_salt,
+                    priority=job.priority,
                 )
             )
             started = False
-            cached_tokens = 0
             async for delivery in stream:
-                finished = delivery.finished
-                shown = text.push(_visible(delivery.token_ids, finished, params))
-                if finished is not None:
-                    cached_tokens = finished.num_cached_tokens
-                    shown += text.finish()
-                if text.stop_reason is not None:
-                    usage = Usage(len(job.prompt_ids), text.num_tokens, cached_tokens)
-                    yield Delta(job.index, shown, FinishReason.STOP, usage)
-                    return
-                if finished is not None:
-                    _raise_if_failed(finished)
-                    usage = Usage(len(job.prompt_ids), finished.num_output_tokens, cached_tokens)
-                    yield Delta(job.index, shown, finished.reason, usage)
-                    return
-                if shown or not started:
+                delta = output.take(delivery)
+                if delta.text or not started or delta.finish_reason is not None or delta.token_ids or delta.entries:
                     started = True
-                    yield Delta(job.index, shown)
+                    yield delta
+                if delta.finish_reason is not None:
+                    return
         finally:
             # Plain calls only: an await in the `finally` of a cancelled stream may never return.
             if stream is not None:
                 stream.close()
             ticket.release()
+
+
+class _Output:
+    """One job's tokens on their way to text."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, texts: "_Texts") -> None:
+        params = job.params
+        self._job = job
+        self._text = Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        self._aligner: EntryAligner | None = None
+        if params.logprobs is not None:
+            self._aligner = EntryAligner(texts.of(params.skip_special_tokens), job.text_offset)
+
+    def take(self, delivery: Delivery) -> Delta:
+        """Raises `EngineFault` if the request failed."""
+        text, job, finished = self._text, self._job, delivery.finished
+        before = text.num_tokens
+        visible = _visible(delivery.token_ids, finished, job.params)
+        shown = text.push(visible)
+        if finished is not None:
+            shown += text.finish()
+        reason, usage = self._end(finished)
+        if self._aligner is None and not job.return_token_ids and delivery.prompt_logprobs is None:
+            return Delta(job.index, shown, reason, usage)
+        entries: Sequence[TokenEntry] = ()
+        token_ids = delivery.token_ids
+        if text.stop_reason is not None:
+            token_ids = token_ids[: text.num_tokens - before]
+        if self._aligner is not None:
+            kept = min(len(visible), len(token_ids))
+            self._aligner.push(visible[:kept], delivery.logprobs[:kept])
+            cut = text.stop_reason is not None
+            entries = self._aligner.show(shown, end=reason is not None, cut=cut)
+        return Delta(
+            job.index,
+            shown,
+            reason,
+            usage,
+            entries,
+            token_ids if job.return_token_ids else (),
+            delivery.prompt_logprobs,
+        )
+
+    def _end(self, finished: Finished | None) -> tuple[str | None, Usage | None]:
+        """Why the output ended, and its count: by a stop string, even if the engine gave another reason."""
+        counted = self._job.counts_prompt
+        num_prompt = len(self._job.prompt_ids) if counted else 0
+        cached_tokens = finished.num_cached_tokens if counted and finished is not None else 0
+        if self._text.stop_reason is not None:
+            return FinishReason.STOP, Usage(num_prompt, self._text.num_tokens, cached_tokens)
+        if finished is None:
+            return None, None
+        _raise_if_failed(finished)
+        return finished.reason, Usage(num_prompt, finished.num_output_tokens, cached_tokens)
+
+
+class _Texts:
+    """Texts of single tokens, with special ones shown and not."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._hiding = TokenTexts(tokenizer)
+        self._showing = TokenTexts(tokenizer, skip_special_tokens=False)
+
+    def of(self, skip_special_tokens: bool) -> TokenTexts:
+        return self._hiding if skip_special_tokens else self._showing
+
+
+class _PromptHashes:
+    """Block hashes of the prompts of one answer; outputs of one prompt share the list, and so its hashes."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._last: tuple[list[int], list[bytes]] | None = None
+
+    def of(self, job: Job) -> list[bytes]:
+        if self._last is None or self._last[0] is not job.prompt_ids:
+            self._last = job.prompt_ids, block_hashes(job.prompt_ids, self._block_size, job.cache_salt)
+        return self._last[1]
 
 
 def _visible(token_ids: list[int], finished: Finished | None, params: SamplingParams) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from app.engine_client import Delivery, EngineLimits, Refusal, Submission
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.outputs import EngineStats, Finished, StepOutput
+from engine.outputs import EngineStats, Finished, StepOutput, TokenLogprobs
 
 MAX_STALL_S = 60.0
 """Seconds with work queued and no step made after which the replica counts as dead."""
@@ -22,10 +22,12 @@ logger = logging.getLogger("ray.serve")
 class Mailbox:
     """Tokens of one request on their way from the step thread to its stream; used in the event loop only."""
 
-    __slots__ = ("_arrived", "finished", "token_ids")
+    __slots__ = ("_arrived", "finished", "logprobs", "prompt_logprobs", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finished: Finished | None = None
         self._arrived = asyncio.Event()
 
@@ -37,7 +39,11 @@ class Mailbox:
         await self._arrived.wait()
         self._arrived.clear()
         token_ids, self.token_ids = self.token_ids, []
-        return Delivery(token_ids, self.finished)
+        if not self.logprobs and self.prompt_logprobs is None:
+            return Delivery(token_ids, self.finished)
+        logprobs, self.logprobs = self.logprobs, []
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return Delivery(token_ids, self.finished, logprobs, prompt_logprobs)
 
 
 class EngineReplica:
@@ -64,7 +70,7 @@ class EngineReplica:
         mailbox = self._mailboxes[request_id] = Mailbox()
         running = False
         try:
-            if (refusal := self._start(submission)) is not None:
+            if (refusal := await self._compile(submission) or self._start(submission)) is not None:
                 yield refusal
                 return
             running = True
@@ -77,6 +83,17 @@ class EngineReplica:
             if running:
                 self._step_loop.abort(request_id)
 
+    async def _compile(self, submission: Submission) -> Refusal | None:
+        """Have the grammar ready before the step thread needs it: that thread must not wait for one request."""
+        compiling = self._step_loop.compile_grammar(submission.params)
+        if compiling is None:
+            return None
+        try:
+            await asyncio.shield(asyncio.wrap_future(compiling))  # others may wait for the same one
+        except InvalidRequestError as error:
+            return Refusal(str(error), error.param, "invalid_value")
+        return None
+
     def _start(self, submission: Submission) -> Refusal | None:
         try:
             self._step_loop.submit(
@@ -86,6 +103,7 @@ class EngineReplica:
                 submission.output_ids,
                 block_hashes=submission.block_hashes,
                 cache_salt=submission.cache_salt,
+                priority=submission.priority,
             )
         except ContextLengthError as error:
             return Refusal(str(error), error.param, "context_length_exceeded")
@@ -134,6 +152,14 @@ class EngineReplica:
                 if len(mailbox.token_ids) == MAX_UNREAD_TOKENS:
                     logger.warning("request %s is aborted: its client does not read", request_id)
                     self._step_loop.abort(request_id)
+        for request_id, logprobs in output.logprobs.items():
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                mailbox.logprobs += logprobs
+        for request_id, prompt_logprobs in output.prompt_logprobs.items():
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                mailbox.prompt_logprobs = prompt_logprobs
         for finished in output.finished:
             mailbox = self._mailboxes.get(finished.request_id)
             if mailbox is not None:

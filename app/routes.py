@@ -3,33 +3,40 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from app import metrics
+from app import __version__, metrics
+from app.answers import Answer
+from app.doors import Doors
 from app.openai.errors import ApiError, EngineFault
-from app.openai.requests import parse_chat, parse_completion
+from app.openai.openapi import docs_page, openapi
+from app.openai.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from app.service import Service
 from app.streaming import Endpoint, EventStream, Handler, JsonResponse, error_response
 from app.text import off_loop
 
 
-def create_app(service: Service, stream_commit_s: float) -> Starlette:
-    """stream_commit_s: seconds that a stream's status waits for its first token."""
+def create_app(service: Service, stream_commit_s: float, doors: Doors | None = None) -> Starlette:
+    """stream_commit_s: seconds that a stream's status waits for its first token. doors: open ones by default."""
+    description = openapi(service.name)
 
     async def chat(_: Request, body: bytes) -> Response | EventStream:
         request = await off_loop(parse_chat, len(body), body)
-        answer = await service.chat(request)
-        if request.stream:
-            return EventStream(answer.chunks(), stream_commit_s)
-        return JsonResponse(await answer.whole())
+        return await send(await service.chat(request), request.stream)
 
     async def complete(_: Request, body: bytes) -> Response | EventStream:
         request = await off_loop(parse_completion, len(body), body)
-        answer = await service.complete(request)
-        if request.stream:
-            return EventStream(answer.chunks(), stream_commit_s)
-        return JsonResponse(await answer.whole())
+        return await send(await service.complete(request), request.stream)
+
+    async def send(answer: Answer, stream: bool | None) -> Response | EventStream:
+        return EventStream(answer.chunks(), stream_commit_s) if stream else JsonResponse(await answer.whole())
+
+    async def tokenize(_: Request, body: bytes) -> Response:
+        return JsonResponse(await service.tokenize(await off_loop(parse_tokenize, len(body), body)))
+
+    async def detokenize(_: Request, body: bytes) -> Response:
+        return JsonResponse(await service.detokenize(await off_loop(parse_detokenize, len(body), body)))
 
     async def models(_: Request, __: bytes) -> Response:
         return JsonResponse(service.models())
@@ -49,6 +56,15 @@ def create_app(service: Service, stream_commit_s: float) -> Starlette:
         text = metrics.render(service.name, await service.client.stats(), admission.outstanding, admission.waiting)
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
+    async def version(_: Request, __: bytes) -> Response:
+        return JsonResponse({"version": __version__})
+
+    async def describe(_: Request, __: bytes) -> Response:
+        return JsonResponse(description)
+
+    async def docs(_: Request, __: bytes) -> Response:
+        return HTMLResponse(docs_page(description))
+
     def route(method: str, path: str, handler: Handler) -> Route:
         return Route(path, Endpoint(handler), methods=[method])
 
@@ -58,9 +74,15 @@ def create_app(service: Service, stream_commit_s: float) -> Starlette:
             route("POST", "/v1/completions", complete),
             route("GET", "/v1/models", models),
             route("GET", "/v1/models/{name:path}", model),
+            route("POST", "/tokenize", tokenize),
+            route("POST", "/detokenize", detokenize),
+            route("GET", "/version", version),
             route("GET", "/health", health),
             route("GET", "/metrics", show_metrics),
+            route("GET", "/openapi.json", describe),
+            route("GET", "/docs", docs),
         ],
+        middleware=(doors or Doors()).middleware(),
         exception_handlers={HTTPException: _routing_error},
     )
 

@@ -1,88 +1,32 @@
 """What the endpoints do, with no HTTP in it: a parsed request in, bodies and chunks out."""
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from app.admission import Admission
+from app.answers import Answer, GeneratedAnswer, PromptOnlyAnswer
+from app.chat import ChatSide, new_call_id
+from app.chat_template import Chat, ChatTemplate
+from app.choices import Assembler, Echo, ParsedText, PlainText
 from app.engine_client import EngineClient, EngineLimits
 from app.generation import Job, TextGenerator
+from app.openai.chat_request import ChatRequest
+from app.openai.completion_request import CompletionRequest
 from app.openai.errors import ApiError
-from app.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
-from app.openai.responses import Body, ChatFormat, Choice, CompletionFormat, Format, Usage, model_card
-from app.text import PromptEncoder
-from engine.outputs import FinishReason
-from engine.sampling_params import SamplingParams
+from app.openai.responses import Body, ChatFormat, CompletionFormat, model_card
+from app.openai.sampling import GenerationRequest
+from app.openai.structured import Structure
+from app.openai.token_entries import PromptScorer
+from app.openai.tokenization import MAX_CHARACTERS, DetokenizeRequest, TokenizeRequest
+from app.text import INLINE_SIZE, PromptEncoder, off_loop
+from engine.bad_words import expand
+from engine.sampling_params import SamplingParams, children
+from engine.token_text import TokenTexts
 from engine.tokenizer import Tokenizer
-
-
-class Answer:
-    """An answer about to be made: read it as a whole or as a stream, once.
-
-    prefixes: text before each choice's own (an echoed prompt).
-    """
-
-    def __init__(
-        self, generator: TextGenerator, jobs: Sequence[Job], form: Format, prefixes: Sequence[str] | None = None
-    ) -> None:
-        self._generator = generator
-        self._jobs = jobs
-        self._format = form
-        self._prefixes = prefixes or [""] * len(jobs)
-
-    async def whole(self) -> Body:
-        texts = list(self._prefixes)
-        reasons = [""] * len(texts)
-        total = Usage()
-        async with aclosing(self._generator.run(self._jobs)) as deltas:
-            async for delta in deltas:
-                texts[delta.index] += delta.text
-                if delta.finish_reason is not None:
-                    reasons[delta.index] = delta.finish_reason
-                    total.add(delta.usage or Usage())
-        choices = [Choice(text, reason) for text, reason in zip(texts, reasons, strict=True)]
-        return self._format.whole(choices, total)
-
-    async def chunks(self) -> AsyncGenerator[Body, None]:
-        form, total = self._format, Usage()
-        opened: set[int] = set()
-        async with aclosing(self._generator.run(self._jobs)) as deltas:
-            async for delta in deltas:
-                index, text = delta.index, delta.text
-                if index not in opened:
-                    opened.add(index)
-                    text = self._prefixes[index] + text
-                    for chunk in form.opening(index):
-                        yield chunk
-                if text:
-                    yield form.text(index, text)
-                if delta.finish_reason is not None:
-                    yield form.finish(index, delta.finish_reason)
-                    total.add(delta.usage or Usage())
-        if form.include_usage:
-            yield form.usage(total)
-
-
-class PromptOnlyAnswer:
-    """The answer to max_tokens 0: no token is made; the prompts come back if that was asked for."""
-
-    def __init__(self, form: Format, texts: Sequence[str], prompt_tokens: int) -> None:
-        self._format = form
-        self._choices = [Choice(text, FinishReason.LENGTH) for text in texts]
-        self._usage = Usage(prompt_tokens)
-
-    async def whole(self) -> Body:
-        return self._format.whole(self._choices, self._usage)
-
-    async def chunks(self) -> AsyncGenerator[Body, None]:
-        for index, choice in enumerate(self._choices):
-            if choice.text:
-                yield self._format.text(index, choice.text)
-            yield self._format.finish(index, choice.finish_reason)
-        if self._format.include_usage:
-            yield self._format.usage(self._usage)
 
 
 class Service:
@@ -95,6 +39,7 @@ class Service:
         client: EngineClient,
         limits: EngineLimits,
         admission: Admission,
+        chat_side: ChatSide,
     ) -> None:
         self.name = name
         self.client = client
@@ -102,50 +47,146 @@ class Service:
         self._created = int(time.time())
         self._limits = limits
         self._tokenizer = tokenizer
+        self._chat_side = chat_side
         self._encoder = PromptEncoder(tokenizer, limits.max_total_tokens, limits.vocab_size)
         self._generator = TextGenerator(client, admission, tokenizer, limits.block_size)
+        # Of prompts, in which special tokens are as they were written.
+        self._prompt_texts = TokenTexts(tokenizer, skip_special_tokens=False)
 
     async def chat(self, request: ChatRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
-        self._check_model(request)
-        params = _with_seed(request.sampling_params())
+        self.check_model(request.model)
+        params = request.sampling_params()
+        structure = request.structure()
         self.admission.check()
-        prompt_ids = await self._encoder.chat([message.for_template() for message in request.messages])
-        form = ChatFormat(model=self.name, include_usage=request.include_usage)
-        return Answer(self._generator, [Job(0, form.id, prompt_ids, params, request.cache_salt)], form)
+        template = self._chat_side.template(bool(request.offered_tools))
+        chat = await self._chat(request, template)
+        text, prompt_ids = await self._encoder.chat(template, chat)
+        reader = self._chat_side.reader(request, template, text, constrained=structure is not None)
+        if reader is not None and reader().needs_special_tokens:
+            params = replace(params, skip_special_tokens=False)
+        each = children(await self._prepared(params, structure))
+        form = ChatFormat(
+            model=self.name,
+            include_usage=request.include_usage,
+            logprobs=bool(request.logprobs),
+            token_ids=bool(request.return_token_ids),
+            prompts=[prompt_ids],
+        )
+        jobs = _jobs(form.id, request, [prompt_ids], each)
+        only_one = request.parallel_tool_calls is False
+        assemblers: list[Assembler] = [
+            PlainText() if reader is None else ParsedText(reader(), new_call_id, only_one) for _ in jobs
+        ]
+        scorers = self._scorers(jobs, request.prompt_logprobs, begins_with_added=False)
+        return GeneratedAnswer(self._generator, jobs, form, assemblers, scorers)
 
-    async def complete(self, request: CompletionRequest) -> Answer | PromptOnlyAnswer:
+    async def complete(self, request: CompletionRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
-        self._check_model(request)
-        params = _with_seed(request.sampling_params())
+        self.check_model(request.model)
+        params = request.sampling_params()
+        structure = request.structure()
         self.admission.check()
         prompts = await self._encoder.prompts(request.prompt)
         echoes = self._echoes(request)
-        form = CompletionFormat(model=self.name, include_usage=request.include_usage)
-        if not request.generates:
-            return PromptOnlyAnswer(form, echoes, sum(map(len, prompts)))
-        jobs = [
-            Job(index, f"{form.id}-{index}", prompt_ids, params, request.cache_salt)
-            for index, prompt_ids in enumerate(prompts)
+        form = CompletionFormat(
+            model=self.name,
+            include_usage=request.include_usage,
+            logprobs=request.logprobs is not None,
+            token_ids=bool(request.return_token_ids),
+            prompts=[ids for ids in prompts for _ in range(request.n or 1)],
+        )
+        if not request.generates and not request.scores_prompt:
+            texts = [text for text in echoes for _ in range(request.n or 1)]
+            return PromptOnlyAnswer(form, texts, sum(map(len, prompts)))
+        each = children(await self._prepared(params, structure))
+        if request.scores_prompt:  # each choice shows the scores, so none can do without them
+            each = [replace(child, prompt_logprobs=params.prompt_logprobs) for child in each]
+        jobs = _jobs(form.id, request, prompts, each, [len(text) for text in echoes])
+        added = isinstance(request.prompt[0], str) and self._adds_bos
+        assemblers: list[Assembler] = [
+            Echo(echoes[job.index // len(each)]) if request.echo else PlainText() for job in jobs
         ]
-        return Answer(self._generator, jobs, form, echoes)
+        return GeneratedAnswer(
+            self._generator,
+            jobs,
+            form,
+            assemblers,
+            scorers=self._scorers(jobs, request.prompt_logprobs, added),
+            echo_scorers=self._scorers(jobs, request.logprobs if request.echo else None, added),
+            n=request.n or 1,
+            best_of=len(each),
+        )
+
+    async def tokenize(self, request: TokenizeRequest) -> Body:
+        """Raises `ApiError`, `InvalidRequestError`."""
+        self.check_model(request.model)
+        if request.messages is not None:
+            template = self._chat_side.template(bool(request.tools))
+            text = await self._encoder.render(template, await self._chat(request, template))
+            if len(text) > MAX_CHARACTERS:
+                raise ApiError(400, f"messages: more than {MAX_CHARACTERS} characters are too many.", param="messages")
+        else:
+            text = request.prompt or ""
+        special = request.add_special_tokens
+        if special is None:
+            special = request.messages is None
+        ids = await off_loop(self._tokenizer.encode, len(text), text, special)
+        strings = self._tokenizer.hf.convert_ids_to_tokens(ids) if request.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": self._limits.max_total_tokens,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+
+    async def detokenize(self, request: DetokenizeRequest) -> Body:
+        """Raises `ApiError`, `InvalidRequestError`."""
+        self.check_model(request.model)
+        ids = self._encoder.in_vocabulary(request.tokens, "tokens") if request.tokens else []
+        return {"prompt": await off_loop(self._tokenizer.decode, len(ids), ids, False)}
 
     def models(self) -> Body:
         return {"object": "list", "data": [self.model(self.name)]}
 
     def model(self, name: str) -> Body:
         """Raises `ApiError` 404."""
-        self._check_name(name)
+        self.check_model(name)
         return model_card(name, self._created, self._limits.max_total_tokens)
 
-    def _check_model(self, request: GenerationRequest) -> None:
-        if request.model is not None:
-            self._check_name(request.model)
-
-    def _check_name(self, name: str) -> None:
-        if name != self.name:
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
             message = f"The model {name[:200]!r} does not exist here; this server has {self.name!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _chat(self, request: ChatRequest | TokenizeRequest, template: ChatTemplate) -> Chat:
+        """Tools and calls may be of any size, and have JSON in them that is parsed here."""
+        calls = bool(request.tools) or any(message.tool_calls for message in request.messages or ())
+        return await off_loop(self._chat_side.chat, INLINE_SIZE + 1 if calls else 0, request, template)
+
+    async def _prepared(self, params: SamplingParams, structure: Structure | None) -> SamplingParams:
+        """With what needs the tokenizer or takes time, and with a seed, so that the request could go on elsewhere with
+        the same randomness."""
+        if structure is not None:
+            params = replace(params, structured_outputs=await asyncio.to_thread(structure.checked))
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        if not params.bad_words:
+            return params
+        return await off_loop(expand, sum(map(len, params.bad_words)), params, self._encode_word)
+
+    def _encode_word(self, word: str) -> list[int]:
+        return self._tokenizer.encode(word, add_special_tokens=False)
+
+    def _scorers(self, jobs: Sequence[Job], num_top: int | None, begins_with_added: bool) -> list[PromptScorer]:
+        """One for each job; none if no scores are to be shown."""
+        if num_top is None:
+            return []
+        return [PromptScorer(self._prompt_texts, job.prompt_ids, num_top, begins_with_added) for job in jobs]
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        return self._tokenizer.encode("") == [self._tokenizer.bos_token_id]
 
     def _echoes(self, request: CompletionRequest) -> list[str]:
         """The text of each prompt as it was given, or nothing if no echo was asked for."""
@@ -154,6 +195,27 @@ class Service:
         return [p if isinstance(p, str) else self._tokenizer.decode(p, False) for p in request.prompt]
 
 
-def _with_seed(params: SamplingParams) -> SamplingParams:
-    """A missing seed is drawn here, so that the request could go on elsewhere with the same randomness."""
-    return params if params.seed is not None else replace(params, seed=secrets.randbits(63))
+def _jobs(
+    name: str,
+    request: GenerationRequest,
+    prompts: Sequence[list[int]],
+    each: Sequence[SamplingParams],
+    text_offsets: Sequence[int] | None = None,
+) -> list[Job]:
+    """For each prompt, one job for each of its outputs, in order."""
+    single = len(prompts) * len(each) == 1
+    return [
+        Job(
+            index := at * len(each) + child,
+            name if single else f"{name}-{index}",
+            prompt_ids,
+            params,
+            cache_salt=request.cache_salt,
+            priority=request.priority or 0,
+            text_offset=text_offsets[at] if text_offsets else 0,
+            return_token_ids=bool(request.return_token_ids),
+            counts_prompt=child == 0,
+        )
+        for at, prompt_ids in enumerate(prompts)
+        for child, params in enumerate(each)
+    ]

@@ -6,16 +6,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, ValidationError, create_model
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, create_model
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import ALIASES, EngineConfig
 from engine.errors import ConfigError
+from engine.hub import PACKAGED_MODELS
 
 ENV_PREFIX = "NANOSERVE_"
 
 OTHER_VARIABLES = {"NANOSERVE_CACHE", "NANOSERVE_CPU_ISA"}
 """Variables with our prefix that are no settings: where files are kept, which CPU kernels are built."""
+
+
+def _listed(given: Any) -> Any:
+    """A list, as YAML has it, or text with commas between, as the environment has it."""
+    return tuple(part.strip() for part in given.split(",") if part.strip()) if isinstance(given, str) else given
+
+
+ApiKey = Annotated[SecretStr, Field(min_length=1)]
+
+
+_PATHS = ("api_keys_file", "chat_template")
+"""Settings that name a file: made absolute, since the replicas may run in another folder."""
 
 
 class AppSettings(BaseSettings):
@@ -26,6 +39,13 @@ class AppSettings(BaseSettings):
     max_queue_size: requests that may wait in an ingress before it answers 429.
     stream_commit_s: seconds that a stream's HTTP status waits for the first token.
     log_level: of both deployments.
+    chat_template: Jinja text, or the path of a file that has it, in place of the model's own.
+    tool_call_parser: the form of tool calls in the output; `auto` goes by the chat template, `none` reads none.
+    reasoning_parser: `auto` keeps the thoughts of a model whose template has `<think>` apart from its answers.
+    api_keys: one of them must come with each request but `/health`; none: all are served.
+    api_keys_file: a file with further ones, one a line, read where the ingress runs.
+    max_requests_per_key: requests of one key at once, above which it is answered 429.
+    cors_allow_origins: web pages' origins whose scripts may call; `*` for all.
     """
 
     model_config = SettingsConfigDict(
@@ -37,6 +57,13 @@ class AppSettings(BaseSettings):
     max_queue_size: Annotated[int, Field(ge=0)] = 256
     stream_commit_s: Annotated[float, Field(ge=0)] = 5.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"] = "auto"
+    reasoning_parser: Literal["auto", "none"] = "auto"
+    api_keys: Annotated[tuple[ApiKey, ...], NoDecode, BeforeValidator(_listed)] = ()
+    api_keys_file: Annotated[str, Field(min_length=1)] | None = None
+    max_requests_per_key: Annotated[int, Field(ge=1)] = 256
+    cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
 
     def engine_config(self) -> EngineConfig:
         """Raises `ConfigError`."""
@@ -60,6 +87,11 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     """Arguments over environment over defaults. Raises `ConfigError` that names the setting that is wrong."""
     from_environment = _from_environment(environ)
     given = from_environment | _without_aliases(args)
+    if isinstance(given.get("model"), str):
+        given["model"] = _absolute(given["model"])
+    for name in _PATHS:
+        if given.get(name) and isinstance(given[name], str) and "{" not in given[name]:
+            given[name] = os.path.abspath(os.path.expanduser(given[name]))
     known = set(Settings.model_fields)
     if unknown := sorted(given.keys() - known):
         raise ConfigError(
@@ -69,7 +101,7 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
         settings = Settings(**given)
     except ValidationError as error:
         lines = [
-            f"{_shown(from_environment)(str(e['loc'][0]))}: {e['msg'].lower()}, got {e['input']!r}"
+            f"{_shown(from_environment)(str(e['loc'][0]))}: {e['msg'].lower()}{_given(e)}"
             for e in error.errors(include_url=False)
         ]
         raise ConfigError("; ".join(dict.fromkeys(lines))) from None
@@ -77,9 +109,20 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     return settings
 
 
+def _given(error: Any) -> str:
+    """What was given, unless it is a secret."""
+    return "" if error["loc"][0] == "api_keys" else f", got {error['input']!r}"
+
+
 def is_path(model: str) -> bool:
     """Whether `model` can only mean a file or folder: written as a path, or there."""
     return model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or Path(model).exists()
+
+
+def _absolute(model: str) -> str:
+    """A path as the replicas will find it, which may run in another folder."""
+    local = model not in PACKAGED_MODELS and model and is_path(model)
+    return os.path.abspath(os.path.expanduser(model)) if local else model
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

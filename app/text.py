@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from app.chat_template import Chat, ChatTemplate
+from app.openai.errors import ApiError
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.tokenizer import Tokenizer
 
@@ -11,6 +13,9 @@ T = TypeVar("T")
 
 INLINE_SIZE = 8_192
 """Characters that are tokenised in the event loop, in about 7 ms; more of them go to a thread."""
+
+_TURN_SIZE = 16
+"""What a message costs beside its content, in the same measure: the template runs over each."""
 
 
 async def off_loop(function: Callable[..., T], size: int, *args: Any) -> T:
@@ -29,25 +34,52 @@ class PromptEncoder:
         self._max_total_tokens = max_total_tokens
         self._vocab_size = vocab_size
 
-    async def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Raises `InvalidRequestError` for what the template refuses, `ContextLengthError`."""
-        size = sum(len(message["content"]) for message in messages)
-        return self._checked(await off_loop(self._tokenizer.apply_chat_template, size, messages), "messages")
+    async def chat(self, template: ChatTemplate, chat: Chat) -> tuple[str, list[int]]:
+        """The prompt's text and token ids. BOS is there only if the template writes it.
+
+        Raises `InvalidRequestError` for what the template refuses;
+        `ContextLengthError`, or `ApiError` in its place for what is far too long.
+        """
+        return await off_loop(self._encode_chat, _size(chat), template, chat)
+
+    async def render(self, template: ChatTemplate, chat: Chat) -> str:
+        """The prompt's text alone."""
+        return await off_loop(template.render, _size(chat), chat)
 
     async def prompts(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
-        """Texts, or token ids, which are taken as they are. Raises `InvalidRequestError`, `ContextLengthError`."""
+        """Texts, or token ids, which are taken as they are. Raises as `chat` does."""
         return await off_loop(self._encode_all, sum(map(len, prompts)), prompts)
 
-    def _encode_all(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
-        return [
-            self._checked(self._tokenizer.encode(p) if isinstance(p, str) else self._in_vocabulary(p), "prompt")
-            for p in prompts
-        ]
+    def _encode_chat(self, template: ChatTemplate, chat: Chat) -> tuple[str, list[int]]:
+        text = self._short_enough(template.render(chat), "messages")
+        return text, self._checked(self._tokenizer.encode(text, add_special_tokens=False), "messages")
 
-    def _in_vocabulary(self, ids: list[int]) -> list[int]:
+    def _encode_all(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+        return [self._checked(self._encode(prompt), "prompt") for prompt in prompts]
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(self._short_enough(prompt, "prompt"))
+        return self.in_vocabulary(prompt)
+
+    def _short_enough(self, text: str, param: str) -> str:
+        """Tokenising a megabyte takes a second and a hundred times its memory: not for what cannot fit."""
+        fewest = self._tokenizer.fewest_tokens(text)
+        if fewest >= self._max_total_tokens:
+            raise ApiError(
+                400,
+                f"The prompt has {len(text)} characters, which are {fewest} tokens or more, but prompt and output "
+                f"together may have at most {self._max_total_tokens}: shorten the prompt.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return text
+
+    def in_vocabulary(self, ids: list[int], param: str = "prompt") -> list[int]:
+        """`ids`. Raises `InvalidRequestError` if one of them is none."""
         if (worst := min(ids)) < 0 or (worst := max(ids)) >= self._vocab_size:
             raise InvalidRequestError(
-                f"prompt: {worst} is no token id; they go from 0 to {self._vocab_size - 1}.", "prompt"
+                f"{param}: {worst} is no token id; they go from 0 to {self._vocab_size - 1}.", param
             )
         return ids
 
@@ -59,3 +91,10 @@ class PromptEncoder:
             error.param = param
             raise error
         return ids
+
+
+def _size(chat: Chat) -> int:
+    """What rendering and tokenising costs, in characters. Tools and calls may be of any size, and are rare."""
+    if chat.tools or any("tool_calls" in message for message in chat.messages):
+        return INLINE_SIZE + 1
+    return sum(len(message["content"]) + _TURN_SIZE for message in chat.messages)

@@ -28,6 +28,7 @@ class Batch:
     stop_from: [R] num_tokens from which a stop token counts (prompt + min_tokens).
     stop_ids: [R, K] ids that end the request, filled up with -1.
     block_table: [R, max_blocks] and num_blocks [R].
+    num_hashes: [R] full blocks whose digests are known.
     temperature, top_p, min_p: [R] float32; top_k: [R] int32, 0 for all; seed: [R] int64.
     extras: what only some rows need.
     """
@@ -47,8 +48,10 @@ class Batch:
         self.limit = np.zeros(rows, dtype=np.int32)
         self.stop_from = np.zeros(rows, dtype=np.int32)
         self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
+        self.stop_counts: dict[int, int] = {}  # running requests that each id ends
         self.block_table = np.zeros((rows, self.max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(rows, dtype=np.int32)
+        self.num_hashes = np.zeros(rows, dtype=np.int32)
         self.temperature = np.zeros(rows, dtype=np.float32)
         self.top_p = np.ones(rows, dtype=np.float32)
         self.min_p = np.zeros(rows, dtype=np.float32)
@@ -84,6 +87,7 @@ class Batch:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         self.num_blocks[row] = 0
+        self.num_hashes[row] = len(request.hashes)
         self.temperature[row] = 0.0 if params.greedy else params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -111,6 +115,12 @@ class Batch:
 
     def _count(self, request: Request, by: int) -> None:
         params = request.params
+        for token_id in request.stop_ids:
+            count = self.stop_counts.get(token_id, 0) + by
+            if count:
+                self.stop_counts[token_id] = count
+            else:
+                del self.stop_counts[token_id]
         self.num_held += by * (params.min_tokens > 0)
         if not params.greedy:
             self.num_random += by

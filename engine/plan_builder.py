@@ -35,7 +35,7 @@ class PlanBuilder:
         start = batch.num_computed[rows]
         seq_lens = start + counts
         last_positions = batch.num_tokens[rows] - 1
-        if (counts == 1).all():
+        if counts.sum() == len(rows):  # decodes alone
             query_start = self._arange[: len(rows) + 1]
             token_rows, positions = rows, start
         else:
@@ -45,8 +45,9 @@ class PlanBuilder:
             offsets = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1], counts)
             positions = np.repeat(start, counts) + offsets
         updates = self._block_updates()
-        blocks = batch.block_table[token_rows, positions // size].astype(np.int64)
-        slots = blocks * size + positions % size
+        slots = batch.block_table[token_rows, positions // size].astype(np.int64)
+        slots *= size
+        slots += positions % size
         if self._new_rows:  # only a request that is new here can begin among tokens that it took from the cache
             slots[positions < batch.num_reused[token_rows]] = -1
         token_ids = batch.tokens[token_rows, positions]

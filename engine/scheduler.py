@@ -157,20 +157,24 @@ class Scheduler:
 
         `commit` or `fail` must follow for each plan, in order.
         """
-        counts = np.zeros(len(self.batch.num_tokens), dtype=np.int32)
-        budget = self._share_budget(counts)
-        preemptions = self.num_preemptions
-        if not self._grow(counts):
-            return None
-        # What was just preempted would only come back to be preempted again.
-        if self._num_waiting and budget > 0 and self.num_preemptions == preemptions:
-            self._admit(counts, budget)
+        batch = self.batch
         rows = self._rows()
-        rows = rows[counts[rows] > 0]
+        computed = batch.num_computed[rows]
+        counts, budget = self._share_budget(rows, computed)
+        preemptions = self.num_preemptions
+        if not self._grow(rows, computed, counts):
+            return None
+        if self.num_preemptions > preemptions:
+            rows, counts = rows[batch.alive[rows]], counts[batch.alive[rows]]
+        # What was just preempted would only come back to be preempted again.
+        elif self._num_waiting and budget > 0 and batch.num_free_rows:
+            rows, counts = self._admit(rows, computed, counts, budget)
+        if not counts.all():
+            rows, counts = rows[counts > 0], counts[counts > 0]
         if not len(rows):
             return None
-        plan = self._plans.plan(rows, counts[rows], in_flight=bool(self._in_flight))
-        self._advance(plan)
+        plan = self._plans.plan(rows, counts, in_flight=bool(self._in_flight))
+        self._advance(plan, plan.seq_lens - counts)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
@@ -185,29 +189,35 @@ class Scheduler:
                 plan.rows[done].tolist(), first[done].tolist(), last[done].tolist(), strict=True
             ):
                 self._register(row, begin, end)
+        some_ended = bool(self._ending)  # while this step was in flight
         self._settle(plan)
 
-        rows = plan.rows[plan.sample]
-        positions = plan.seq_lens[plan.sample]
+        rows, positions = plan.rows, plan.seq_lens
+        if len(plan.sample) < len(rows):
+            rows, positions = rows[plan.sample], positions[plan.sample]
         ids = result.token_ids.astype(np.int32, copy=False)
-        alive = batch.alive[rows]
-        if not alive.all():  # requests that ended while this step was in flight
+        if some_ended:
+            alive = batch.alive[rows]
             rows, positions, ids = rows[alive], positions[alive], ids[alive]
         batch.tokens[rows, positions] = ids
         num_tokens = positions + 1
         batch.num_known[rows] = num_tokens
-        stopped = (batch.stop_ids[rows] == ids[:, None]).any(axis=1) & (num_tokens >= batch.stop_from[rows])
         output = StepOutput(batch.request_ids[rows].tolist(), ids.tolist())
+        ended = num_tokens >= batch.limit[rows]
+        stopped = None
+        if not batch.stop_counts.keys().isdisjoint(output.token_ids):
+            stopped = (batch.stop_ids[rows] == ids[:, None]).any(axis=1) & (num_tokens >= batch.stop_from[rows])
+            ended |= stopped
         self.num_generated_tokens += len(ids)
         if plan.extras is not None:
             hand_out(plan, result, batch, output)
             self._end_scored(plan, output)
         ends = batch.extras.follow(rows, ids) if batch.extras.num_matchers else {}
-        ended = np.flatnonzero(stopped | (num_tokens >= batch.limit[rows])).tolist()
-        for i in ended if not ends else sorted({*ended, *ends}):
+        for i in sorted({*np.flatnonzero(ended).tolist(), *ends}):
             error = ends.get(i)
-            reason = FinishReason.STOP if stopped[i] or i in ends else FinishReason.LENGTH
-            stop_id = output.token_ids[i] if stopped[i] else None
+            by_token = stopped is not None and bool(stopped[i])
+            reason = FinishReason.STOP if by_token or i in ends else FinishReason.LENGTH
+            stop_id = output.token_ids[i] if by_token else None
             finished = self.finish(output.request_ids[i], FinishReason.ERROR if error else reason, stop_id, error)
             assert finished is not None
             output.finished.append(finished)
@@ -238,24 +248,23 @@ class Scheduler:
 
     # -- inside a step ------------------------------------------------------------------------------------------
 
-    def _share_budget(self, counts: Ints) -> int:
-        """Give the running requests their tokens; returns what is left of the budget."""
-        rows = self._rows()
-        num_tokens = self.batch.num_tokens[rows]
-        need = num_tokens - self.batch.num_computed[rows]
-        need[num_tokens >= self.batch.limit[rows]] = 0  # the last token is on its way: nothing comes after it
-        if self.batch.extras.num_users:
-            held = self.batch.extras.needs_last_token[rows] & (self.batch.num_known[rows] < num_tokens)
-            need[held] = 0
-        decodes = rows[need == 1]
-        counts[decodes] = 1
-        budget = self.budget - len(decodes)
-        if len(decodes) == len(rows):
-            return budget
-        for i in np.flatnonzero(need > 1).tolist():
-            counts[rows[i]] = count = self._chunk(int(need[i]), budget)
+    def _share_budget(self, rows: Ints, computed: Ints) -> tuple[Ints, int]:
+        """Tokens for each of the running `rows`, of which `computed` are done, and what is left of the budget."""
+        batch = self.batch
+        num_tokens = batch.num_tokens[rows]
+        counts = num_tokens - computed
+        if self._in_flight:
+            counts[num_tokens >= batch.limit[rows]] = 0  # the last token is on its way: nothing comes after it
+            if batch.extras.num_users:
+                counts[batch.extras.needs_last_token[rows] & (batch.num_known[rows] < num_tokens)] = 0
+        prompts = np.flatnonzero(counts > 1)
+        if not len(prompts):
+            return counts, self.budget - int(counts.sum())
+        budget = self.budget - int((counts == 1).sum())
+        for i in prompts.tolist():
+            counts[i] = count = self._chunk(int(counts[i]), budget)
             budget -= count
-        return budget
+        return counts, budget
 
     def _chunk(self, need: int, budget: int) -> int:
         """Tokens of a prompt that has `need` to go."""
@@ -263,25 +272,21 @@ class Scheduler:
             return need
         return budget if self.enable_chunked_prefill else 0
 
-    def _grow(self, counts: Ints) -> bool:
+    def _grow(self, rows: Ints, computed: Ints, counts: Ints) -> bool:
         """Find the blocks that the counted tokens need, by preemption if need be.
 
         False if that must wait for steps in flight: blocks that they use cannot change hands.
         """
-        rows = self._rows()
-        batch = self.batch
-        blocks = (batch.num_computed[rows] + counts[rows] + self.block_size - 1) // self.block_size
-        for i in np.flatnonzero(blocks > batch.num_blocks[rows]).tolist():
-            row = int(rows[i])
-            request = batch.requests[row]
+        blocks = (computed + counts + (self.block_size - 1)) // self.block_size
+        short = np.flatnonzero(blocks > self.batch.num_blocks[rows])
+        for row, num_blocks in zip(rows[short].tolist(), blocks[short].tolist(), strict=True):
+            request = self.batch.requests[row]
             if request is None:  # preempted for a request before it
                 continue
-            while request.status is Status.RUNNING and not self._fill(request, int(blocks[i])):
+            while request.status is Status.RUNNING and not self._fill(request, num_blocks):
                 if self._in_flight:
                     return False
-                victim = max(self._running, key=lambda r: (r.rank, r.arrival))
-                counts[victim.row] = 0
-                self._start_again(victim)
+                self._start_again(max(self._running, key=lambda r: (r.rank, r.arrival)))
                 self.num_preemptions += 1
         return True
 
@@ -322,10 +327,10 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.rank, request.arrival, request))
         self._num_waiting += 1
 
-    def _admit(self, counts: Ints, budget: int) -> None:
-        running = self._rows()
-        begin = self.batch.num_computed[running]
-        computing = self._being_computed(running, begin, begin + counts[running])
+    def _admit(self, rows: Ints, computed: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints]:
+        """Start waiting requests beside the running `rows`; returns rows and counts with theirs."""
+        new_rows, new_counts = [], []
+        computing = self._being_computed(rows, computed, computed + counts)
         computing.update(*(digests for _, digests in self._in_flight))
         skipped: list[tuple[float, int, Request]] = []
         while self._waiting and self.batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
@@ -346,22 +351,29 @@ class Scheduler:
                 skipped.append(entry)
                 break
             self._start(request, hits, reused, start)
-            counts[request.row] = count
+            new_rows.append(request.row)
+            new_counts.append(count)
             budget -= count
             self._fill(request, -(-(start + count) // self.block_size))
             computing.update(request.hashes[len(hits) : (start + count) // self.block_size])
         for entry in skipped:
             heapq.heappush(self._waiting, entry)
+        if not new_rows:
+            return rows, counts
+        return (
+            np.concatenate((rows, np.array(new_rows, dtype=np.int32))),
+            np.concatenate((counts, np.array(new_counts, dtype=np.int32))),
+        )
 
     def _being_computed(self, rows: Ints, start: Ints, end: Ints) -> set[bytes]:
         """Digests of the blocks that `rows` complete on their way from `start` to `end` tokens, as far as known."""
         computing: set[bytes] = set()
-        if self.blocks.enable_prefix_caching:
-            first, last = start // self.block_size, end // self.block_size
-            for i in np.flatnonzero(first != last).tolist():
-                request = self.batch.requests[rows[i]]
-                assert request is not None
-                computing.update(request.hashes[first[i] : last[i]])
+        first = start // self.block_size
+        last = np.minimum(end // self.block_size, self.batch.num_hashes[rows])
+        for i in np.flatnonzero(last > first).tolist():
+            request = self.batch.requests[rows[i]]
+            assert request is not None
+            computing.update(request.hashes[first[i] : last[i]])
         return computing
 
     def _fits(self, total: int, hits: list[int]) -> bool:
@@ -392,6 +404,7 @@ class Scheduler:
         request = self.batch.requests[row]
         assert request is not None
         request.extend_hashes(self.batch.tokens[row], self.block_size, last)
+        self.batch.num_hashes[row] = len(request.hashes)
         for i in range(first, last):
             self.blocks.register(request.blocks[i], request.hashes[i])
 
@@ -400,10 +413,10 @@ class Scheduler:
             self._order = np.array([request.row for request in self._running], dtype=np.int32)
         return self._order
 
-    def _advance(self, plan: StepPlan) -> None:
-        """Take the plan's effect for granted, so that the next one can be made."""
+    def _advance(self, plan: StepPlan, start: Ints) -> None:
+        """Take the plan's effect for granted, so that the next one can be made. start: tokens computed before it."""
         batch = self.batch
-        computing = self._being_computed(plan.rows, batch.num_computed[plan.rows], plan.seq_lens)
+        computing = self._being_computed(plan.rows, start, plan.seq_lens)
         batch.num_computed[plan.rows] = plan.seq_lens
         batch.in_flight[plan.rows] += 1
         rows, positions = plan.rows[plan.sample], plan.seq_lens[plan.sample]

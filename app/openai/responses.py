@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from app.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from app.openai.token_entries import TokenEntry
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -16,13 +19,18 @@ Body = dict[str, Any]
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one answer. completion_tokens are those delivered, the EOS or stop token among them."""
+    """Tokens of one answer. completion_tokens are those delivered, the EOS or stop token among them.
+
+    A prompt counts once, however many outputs it has.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, other: "Usage") -> None:
+    def add(self, other: "Usage | None") -> None:
+        if other is None:
+            return
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
         self.cached_tokens += other.cached_tokens
@@ -37,19 +45,71 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One finished answer."""
+class CallDelta:
+    """Of a tool call: its id and name in the first, more of its arguments in each."""
 
-    text: str
-    finish_reason: str
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(slots=True)
+class Part:
+    """What is new of a choice; a stream has one in each chunk, a whole answer all of them in one."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: CallDelta | None = None
+    entries: Sequence[TokenEntry] = ()
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice as far as it has come. prompt_entries: of `prompt_logprobs`, where it was asked for."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_entries: list[TokenEntry] | None = None
+
+    def add(self, part: Part) -> None:
+        self.content += part.content
+        self.reasoning += part.reasoning
+        self.entries += part.entries
+        self.token_ids += part.token_ids
+        if part.call is not None:
+            if part.call.name is not None:
+                self.calls.append(Call(part.call.id or "", part.call.name, ""))
+            self.calls[-1].arguments += part.call.arguments
+        if part.finish_reason is not None:
+            self.finish_reason = part.finish_reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format(ABC):
-    """The bodies of one answer; all of them carry the same id, time and model."""
+    """The bodies of one answer; all of them carry the same id, time and model.
+
+    logprobs, token_ids: whether they were asked for. prompts: token ids of each choice's prompt, with token_ids.
+    """
 
     model: str
     include_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    prompts: Sequence[Sequence[int]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     unique: str = field(default_factory=lambda: uuid4().hex)
     prefix: ClassVar[str]
@@ -62,15 +122,11 @@ class Format(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> list[Body]:
-        """Chunks before the first text of a choice."""
+        """Chunks before the first part of a choice."""
 
     @abstractmethod
-    def text(self, index: int, text: str) -> Body:
-        """A chunk with more text of a choice."""
-
-    @abstractmethod
-    def finish(self, index: int, reason: str) -> Body:
-        """A choice's last chunk: no text, and why it ended."""
+    def chunk(self, index: int, part: Part) -> Body:
+        """A chunk with more of a choice, or with why it ended."""
 
     def usage(self, usage: Usage) -> Body:
         """The last chunk of a stream whose client asked for it: no choices."""
@@ -86,7 +142,9 @@ class Format(ABC):
     def _choice(self, index: int, choice: Choice) -> Body:
         """A choice of a whole answer."""
 
-    def _chunk(self, choice: Body) -> Body:
+    def _chunk(self, choice: Body, token_ids: Sequence[int]) -> Body:
+        if self.token_ids:
+            choice["token_ids"] = list(token_ids)
         chunk = self._envelope(self.chunk_object) | {"choices": [choice]}
         return chunk | {"usage": None} if self.include_usage else chunk
 
@@ -100,24 +158,60 @@ class ChatFormat(Format):
     chunk_object = "chat.completion.chunk"
 
     def opening(self, index: int) -> list[Body]:
-        return [self._delta(index, {"role": "assistant", "content": ""})]
+        chunk = self._delta(index, {"role": "assistant", "content": ""})
+        if self.token_ids:
+            chunk["prompt_token_ids"] = list(self.prompts[0])
+        return [chunk]
 
-    def text(self, index: int, text: str) -> Body:
-        return self._delta(index, {"content": text})
+    def chunk(self, index: int, part: Part) -> Body:
+        delta: Body = {}
+        if part.content:
+            delta["content"] = part.content
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if part.call is not None:
+            delta["tool_calls"] = [_call_delta(part.call)]
+        return self._delta(index, delta, part)
 
-    def finish(self, index: int, reason: str) -> Body:
-        return self._delta(index, {}, reason)
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Body:
+        body = super().whole(choices, usage)
+        if self.token_ids:
+            body["prompt_token_ids"] = list(self.prompts[0])
+        if choices[0].prompt_entries is not None:
+            body["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_entries)
+        return body
 
-    def _delta(self, index: int, delta: Body, reason: str | None = None) -> Body:
-        return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": reason})
+    def _delta(self, index: int, delta: Body, part: Part | None = None) -> Body:
+        logprobs = chat_logprobs(part.entries) if part is not None and part.entries else None
+        reason = None if part is None else part.finish_reason
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunk(choice, () if part is None else part.token_ids)
 
     def _choice(self, index: int, choice: Choice) -> Body:
-        return {
+        # No text at all is null beside a call or a thought, and "" on its own.
+        content = choice.content or (None if choice.calls or choice.reasoning else "")
+        message: Body = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in choice.calls
+            ]
+        body = {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None,
+            "message": message,
+            "logprobs": chat_logprobs(choice.entries) if self.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
+        return body | {"token_ids": choice.token_ids} if self.token_ids else body
+
+
+def _call_delta(call: CallDelta) -> Body:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 class CompletionFormat(Format):
@@ -126,16 +220,28 @@ class CompletionFormat(Format):
     chunk_object = "text_completion"
 
     def opening(self, index: int) -> list[Body]:
-        return []
+        if not self.token_ids:
+            return []
+        chunk = self.chunk(index, Part())
+        chunk["choices"][0]["prompt_token_ids"] = list(self.prompts[index])
+        return [chunk]
 
-    def text(self, index: int, text: str) -> Body:
-        return self._chunk(self._choice(index, Choice(text, "")) | {"finish_reason": None})
-
-    def finish(self, index: int, reason: str) -> Body:
-        return self._chunk(self._choice(index, Choice("", reason)))
+    def chunk(self, index: int, part: Part) -> Body:
+        logprobs = completion_logprobs(part.entries) if part.entries else None
+        return self._chunk(_completion_choice(index, part.content, logprobs, part.finish_reason), part.token_ids)
 
     def _choice(self, index: int, choice: Choice) -> Body:
-        return {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.finish_reason}
+        logprobs = completion_logprobs(choice.entries) if self.logprobs else None
+        body = _completion_choice(index, choice.content, logprobs, choice.finish_reason)
+        if choice.prompt_entries is not None:
+            body["prompt_logprobs"] = prompt_logprobs(choice.prompt_entries)
+        if self.token_ids:
+            body |= {"token_ids": choice.token_ids, "prompt_token_ids": list(self.prompts[index])}
+        return body
+
+
+def _completion_choice(index: int, text: str, logprobs: Body | None, reason: str | None) -> Body:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def model_card(name: str, created: int, max_model_len: int) -> Body:

@@ -12,6 +12,11 @@ from tests import tiny_models
 from tests.app.harness import Server, running
 from tests.scripted import ScriptedRunner
 
+APP_OPTIONS = (
+    "capacity", "max_waiting", "stream_commit_s", "chat_template", "tool_call_parser", "reasoning_parser", "doors",
+)  # fmt: skip
+"""Of `tests.app.harness.running`; the rest is the engine's."""
+
 Serve = Callable[..., AbstractAsyncContextManager[Server]]
 
 
@@ -30,8 +35,7 @@ def scripted(tokenizer: Tokenizer) -> Serve:
     """The application over a model that emits `script`: text, or token ids."""
 
     def serve(script: str | list[int] = "hello there", *, before_step: Any = None, **options: Any) -> Any:
-        names = ("capacity", "max_waiting", "stream_commit_s")
-        app_options = {name: options.pop(name) for name in names if name in options}
+        app_options = {name: options.pop(name) for name in APP_OPTIONS if name in options}
         ids = tokenizer.encode(script, add_special_tokens=False) if isinstance(script, str) else script
         hooks = {"before_step": before_step} if before_step is not None else {}
         return running(Engine(ScriptedRunner(ids, **hooks, **options)), tokenizer, **app_options)
@@ -45,6 +49,7 @@ def real(model_dir: Path, tokenizer: Tokenizer) -> Serve:
 
     def serve(**settings: Any) -> Any:
         defaults = {"model": str(model_dir), "max_model_len": 128, "num_gpu_blocks_override": 64, "num_threads": 1}
-        return running(Engine.from_config(EngineConfig(**(defaults | settings))), tokenizer)
+        app_options = {name: settings.pop(name) for name in APP_OPTIONS if name in settings}
+        return running(Engine.from_config(EngineConfig(**(defaults | settings))), tokenizer, **app_options)
 
     return serve

@@ -11,6 +11,9 @@ import httpx
 import uvicorn
 
 from app.admission import Admission
+from app.chat import ChatSide
+from app.chat_template import chat_templates
+from app.doors import Doors
 from app.engine_client import Delivery, EngineLimits, Refusal, Submission
 from app.openai.errors import EngineFault
 from app.replica import EngineReplica
@@ -159,13 +162,18 @@ async def running(
     capacity: int | None = None,
     max_waiting: int = 64,
     stream_commit_s: float = 5.0,
+    chat_template: str | None = None,
+    tool_call_parser: Any = "auto",
+    reasoning_parser: Any = "auto",
+    doors: Doors | None = None,
 ) -> AsyncIterator[Server]:
     """Serve `engine` on a loopback socket. At the end nothing may be left in it."""
     replica = EngineReplica(lambda on_output: StepLoop(engine, on_output))
     client = LocalClient(replica)
     admission = Admission(capacity or engine.info.max_num_seqs * 5 // 4, max_waiting)
-    service = Service("tiny", tokenizer, client, await client.limits(), admission)
-    app = create_app(service, stream_commit_s)
+    chat_side = ChatSide(chat_templates(tokenizer, chat_template), tool_call_parser, reasoning_parser)
+    service = Service("tiny", tokenizer, client, await client.limits(), admission, chat_side)
+    app = create_app(service, stream_commit_s, doors)
     uvicorn_server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     task = asyncio.ensure_future(uvicorn_server.serve())
     await until(lambda: uvicorn_server.started, 5.0)

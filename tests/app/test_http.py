@@ -106,6 +106,18 @@ async def test_a_prompt_over_the_context_is_refused_with_true_numbers(real: Serv
         assert (await server.complete(ids_of_length(127))).status_code == 200
 
 
+async def test_a_text_that_is_far_too_long_is_refused_unread(real: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with real() as server:
+        monkeypatch.setattr(Tokenizer, "encode", None)
+        for response, param in (
+            (await server.complete("a" * 10**6), "prompt"),
+            (await server.chat("a " * 10**6), "messages"),
+        ):
+            error = error_of(response, 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert "tokens or more" in error["message"]
+
+
 async def test_a_request_larger_than_the_pool_is_clamped_and_the_one_behind_it_served(real: Serve) -> None:
     async with real(num_gpu_blocks_override=4, block_size=16) as server:
         large, small = await asyncio.gather(
@@ -147,13 +159,15 @@ async def test_no_messages_is_refused(scripted: Serve) -> None:
 
 
 async def test_what_a_chat_template_refuses_is_a_400(scripted: Serve, tokenizer: Tokenizer, monkeypatch: Any) -> None:
-    async with scripted() as server:
-        monkeypatch.setattr(tokenizer.hf, "chat_template", "{{ raise_exception('users first') }}")
+    async with scripted(chat_template="{{ raise_exception('users first') }}") as server:
         error = error_of(await server.chat(), 400)
         assert "users first" in error["message"]
-        monkeypatch.setattr(tokenizer.hf, "chat_template", None)
-        assert "chat template" in error_of(await server.chat(), 400)["message"]
         assert (await server.complete()).status_code == 200
+    for unusable in (None, "{% for %}"):
+        monkeypatch.setattr(tokenizer.hf, "chat_template", unusable)
+        async with scripted() as server:
+            assert "chat template" in error_of(await server.chat(), 400)["message"]
+            assert (await server.complete()).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

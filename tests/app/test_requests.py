@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from app.openai.chat_request import MAX_MESSAGES
 from app.openai.errors import ApiError
 from app.openai.requests import (
     MAX_PROMPTS,
@@ -16,6 +17,7 @@ from app.openai.requests import (
     parse_completion,
 )
 from engine.errors import InvalidRequestError
+from engine.structured_output import StructuredOutputSpec
 
 USER = {"role": "user", "content": "hi"}
 
@@ -48,13 +50,17 @@ def test_whole_numbers_are_not_converted(name: str, value: Any) -> None:
     [
         ("max_tokens", -1), ("temperature", -0.1), ("temperature", 1e9), ("top_p", 0), ("top_p", 1.01), ("min_p", 2),
         ("top_k", -2), ("seed", 2**63), ("stop", ""), ("stop", ["a", ""]), ("stop_token_ids", [-1]),
-        ("min_tokens", 17),
+        ("min_tokens", 17), ("n", 0), ("n", 129), ("presence_penalty", 2.1), ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", [1]),
+        ("logit_bias", {"5": "x"}), ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("bad_words", [""]),
+        ("bad_words", [" "]), ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("logprobs", 21), ("best_of", 0),
+        ("priority", 2**31), ("cache_salt", ""),
     ],
 )  # fmt: skip
 def test_values_out_of_range_name_their_field(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises((ApiError, InvalidRequestError)) as refused:
         completion(**{name: value}).sampling_params()
-    assert caught.value.param == name
+    assert (refused.value.param or "").split("[")[0] == name
 
 
 def test_min_tokens_without_any_token_to_make_are_refused() -> None:
@@ -107,10 +113,8 @@ def test_half_a_surrogate_pair_is_refused(escape: str) -> None:
 
 
 def test_chat_max_tokens_zero_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="max_tokens"):
-        chat(max_tokens=0).sampling_params()
-    with pytest.raises(InvalidRequestError, match="max_tokens"):
-        chat(max_completion_tokens=0).sampling_params()
+    assert refusal(chat, max_tokens=0).param == "max_tokens"
+    assert refusal(chat, max_completion_tokens=0).param == "max_completion_tokens"
 
 
 def test_limits_by_default_and_by_name() -> None:
@@ -142,16 +146,16 @@ def test_null_is_as_good_as_absent() -> None:
     assert chat(**dict.fromkeys(names)).sampling_params() == chat().sampling_params()
 
 
-def test_unknown_fields_and_message_names_are_ignored() -> None:
+def test_unknown_fields_are_ignored_and_names_reach_the_template() -> None:
     request = chat(messages=[USER | {"name": "bob", "extra": 1}], user="me", metadata={"a": 1}, store=False, bogus=[1])
-    assert [message.for_template() for message in request.messages] == [{"role": "user", "content": "hi"}]
+    assert [message.for_template() for message in request.messages] == [USER | {"name": "bob"}]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("n", 2, 1), ("presence_penalty", 0.5, 0), ("frequency_penalty", -1, 0.0), ("logit_bias", {"5": 1}, {}),
-        ("response_format", {"type": "json_object"}, {"type": "text"}), ("repetition_penalty", 1.2, 1.0),
+        ("length_penalty", 1.2, 1.0), ("truncate_prompt_tokens", 5, None),
+        ("use_beam_search", True, False), ("logits_processors", ["x"], []),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str, value: Any, neutral: Any) -> None:
@@ -164,17 +168,73 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("logprobs", True), ("top_logprobs", 3), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
-        ("modalities", ["audio"]), ("reasoning_effort", "high"), ("echo", True), ("n", True), ("n", 0),
+        ("top_logprobs", 3), ("tool_choice", "required"), ("tool_choice", "any"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}), ("modalities", ["audio"]),
+        ("echo", True), ("n", True), ("n", 0), ("logprobs", 1),
+        ("functions", [{"name": "f"}]), ("chat_template", "{{ 1 }}"), ("reasoning_effort", "much"),
+        ("tools", [{"type": "function"}]), ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 2), ("messages", [USER] * (MAX_MESSAGES + 1)),
     ],
 )  # fmt: skip
-def test_unsupported_in_chats(name: str, value: Any) -> None:
-    assert refusal(chat, **{name: value}).param == name
+def test_refused_in_chats(name: str, value: Any) -> None:
+    error = refusal(chat, **{name: value})
+    assert name in (error.param or error.message)
 
 
-@pytest.mark.parametrize(("name", "value"), [("logprobs", 0), ("logprobs", 2), ("best_of", 2), ("suffix", "x")])
-def test_unsupported_in_completions(name: str, value: Any) -> None:
-    assert refusal(completion, **{name: value}).param == name
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"suffix": "x"}, {"logprobs": True}, {"best_of": 1, "n": 2}, {"best_of": 2, "stream": True},
+        {"prompt_logprobs": 0, "stream": True}, {"prompt": ["a"] * 100, "n": 100}, {"echo": "yes"},
+    ],
+)  # fmt: skip
+def test_refused_in_completions(body: dict[str, Any]) -> None:
+    error = refusal(completion, **body)
+    assert error.param in (None, *body)
+
+
+def test_what_scores_the_prompt_may_make_no_token() -> None:
+    assert completion(max_tokens=0, echo=True, logprobs=1).sampling_params().scores_only
+    assert completion(max_tokens=0, prompt_logprobs=2).sampling_params().prompt_logprobs == 2
+    assert completion(echo=True, logprobs=3, prompt_logprobs=1).sampling_params().prompt_logprobs == 3
+    assert completion(echo=True).sampling_params().prompt_logprobs is None
+
+
+def test_the_best_can_be_told_without_logprobs_being_shown() -> None:
+    params = completion(n=2, best_of=5).sampling_params()
+    assert (params.n, params.logprobs) == (5, 0)
+    assert completion(n=2).sampling_params().logprobs is None
+
+
+def test_tool_choices() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    assert chat(tools=tools).forced_tools == []
+    assert len(chat(tools=tools).offered_tools) == 2
+    assert chat(tools=tools, tool_choice="none").offered_tools == []
+    assert len(chat(tools=tools, tool_choice="required").forced_tools) == 2
+    named = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})
+    assert [tool.function.name for tool in named.forced_tools] == ["g"]
+    assert chat(tools=[], tool_choice="auto").offered_tools == []
+
+
+def test_the_history_may_have_calls_and_results() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    _, assistant, tool = (message.for_template() for message in chat(messages=turns).messages)
+    assert assistant == {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    ]}  # fmt: skip
+    assert tool == {"role": "tool", "content": "2", "tool_call_id": "c1"}
+    for arguments in ("", "{}"):
+        call["function"] = {"name": "f", "arguments": arguments}
+        assert chat(messages=turns).messages[1].for_template()["tool_calls"][0]["function"]["arguments"] == {}
+    for arguments in ('{"a": ', "[1]", '{"a": NaN}'):  # a call that was cut stays as it was
+        call["function"] = {"name": "f", "arguments": arguments}
+        assert chat(messages=turns).messages[1].for_template()["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_text_parts_are_joined_by_a_newline() -> None:
@@ -242,3 +302,83 @@ def test_stream_options_are_for_streams() -> None:
     assert not chat(stream=True, stream_options={}).include_usage
     assert "stream" in refusal(chat, stream_options={"include_usage": True}).message
     assert refusal(chat, stream=True, stream_options={"include_usage": "yes"}).param == "stream_options.include_usage"
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}},
+            {"json_schema": '{"type": "object"}'},
+        ),
+        ({"structured_outputs": {"json": {"type": "object"}}}, {"json_schema": '{"type": "object"}'}),
+        ({"structured_outputs": {"json": '{"type": "object"}'}}, {"json_schema": '{"type": "object"}'}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
+        ({"structured_outputs": {"grammar": "start: /a+/"}}, {"grammar": "start: /a+/"}),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            {"json_object": True, "disable_any_whitespace": True},
+        ),
+        ({"guided_json": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a"]}, {"choice": ("a",)}),
+        ({"guided_grammar": "start: /a+/"}, {"grammar": "start: /a+/"}),
+    ],
+)
+def test_the_ways_to_ask_for_a_form(body: dict[str, Any], options: dict[str, Any]) -> None:
+    for parse in (chat, completion):
+        structure = parse(**body).structure()
+        assert structure is not None
+        assert structure.checked() == StructuredOutputSpec(**options)
+        assert structure.param == next(iter(body))
+
+
+def test_a_text_is_no_form() -> None:
+    assert chat(response_format={"type": "text"}).structure() is None
+    assert chat().structure() is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": "json"}, {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+        {"structured_outputs": {}}, {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}}, {"structured_outputs": {"json": 5}},
+        {"structured_outputs": {"json": "{"}}, {"guided_json": True}, {"guided_regex": "(?=a)"},
+        {"guided_choice": [1]}, {"guided_grammar": "no rules"}, {"structured_outputs": {"structural_tag": "{}"}},
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+    ],
+)  # fmt: skip
+def test_forms_that_are_none_are_refused_by_their_own_names(body: dict[str, Any]) -> None:
+    for parse in (chat, completion):
+        with pytest.raises((ApiError, InvalidRequestError)) as caught:
+            parse(**body).structure().checked()
+        assert (caught.value.param or "").startswith(next(iter(body)))
+
+
+def test_only_one_form_can_be_asked_for() -> None:
+    with pytest.raises(InvalidRequestError, match="one of them"):
+        chat(guided_regex="a", response_format={"type": "json_object"}).structure()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidRequestError, match="tool_choice"):
+        chat(tools=tools, tool_choice="required", guided_regex="a").structure()
+
+
+def test_a_demanded_call_is_a_form() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    required = chat(tools=tools, tool_choice="required").structure()
+    assert required is not None
+    schema = json.loads(required.checked().json_schema or "")
+    assert (schema["type"], "maxItems" in schema) == ("array", False)
+    single = chat(tools=tools, tool_choice="required", parallel_tool_calls=False).structure()
+    assert single is not None
+    assert json.loads(single.checked().json_schema or "")["maxItems"] == 1
+    named = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}}).structure()
+    assert named is not None
+    assert json.loads(named.checked().json_schema or "")["type"] == "object"
+    assert chat(tools=tools).structure() is None

@@ -215,7 +215,10 @@ def test_the_environment_reaches_the_application(
     monkeypatch.setenv("NANOSERVE_SERVED_MODEL_NAME", "from-the-environment")
     monkeypatch.setenv("NANOSERVE_MODEL", str(model))
     monkeypatch.setenv("NANOSERVE_NUM_GPU_BLOCKS_OVERRIDE", "64")
+    monkeypatch.setenv("NANOSERVE_API_KEYS", "sk-other, sk-test")
     serve.run(app.deployment, name="nanoserve", route_prefix="/")
+    wait(lambda: httpx.get(f"{URL}/v1/models").status_code == 401, within_s=30)
+    http.headers["Authorization"] = "Bearer sk-test"
     wait(lambda: http.get("/v1/models").json()["data"][0]["id"] == "from-the-environment", within_s=30)
     assert parse_events(http.post("/v1/completions", json={"prompt": "a", "stream": True})).done
     assert os.environ["NANOSERVE_NUM_GPU_BLOCKS_OVERRIDE"] == "64"
