@@ -275,14 +275,14 @@ class Engine:
     def _let_pass(self) -> None:
         """Wait until the device has done with what is in flight, whatever comes of it."""
         while self._launched:
-            plan, ticket = self._launched.popleft()
+            _, ticket = self._launched.popleft()
             try:
                 if not isinstance(ticket, Exception):
                     self.runner.collect(ticket)
             except EngineDeadError:
                 raise
             except Exception:
-                logger.exception("step %d failed behind another", plan.step)
+                logger.exception("a step failed behind another")
 
     def _launch(self, plan: StepPlan) -> Any:
         try:
@@ -301,7 +301,7 @@ class Engine:
         except EngineDeadError:
             raise
         except Exception as error:
-            logger.exception("step %d failed", plan.step)
+            logger.exception("a step of %d sequences failed", len(plan.rows))
             self._failed_steps += 1
             self._let_pass()
             failed = self.scheduler.fail(plan, f"{type(error).__name__} in a step of the engine")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine.batch import PENDING, Batch
-from engine.step import BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
+from engine.step import NO_UPDATES, BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
 
 
 class PlanBuilder:
@@ -11,7 +11,6 @@ class PlanBuilder:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._steps = 0
         self._arange = np.arange(len(batch.num_tokens) + 1, dtype=np.int32)
         self._updates: list[tuple[int, int, int]] = []  # (row, column, block)
         self._new_rows: list[int] = []
@@ -58,9 +57,7 @@ class PlanBuilder:
         if batch.extras.num_users:
             complete &= ~batch.extras.scores_only[rows]
         sample = np.flatnonzero(complete).astype(np.int32)
-        self._steps += 1
         return StepPlan(
-            step=self._steps,
             rows=rows,
             query_start=query_start,
             seq_lens=seq_lens,
@@ -95,7 +92,7 @@ class PlanBuilder:
 
     def _block_updates(self) -> BlockUpdates:
         if not self._updates:
-            return _NO_UPDATES
+            return NO_UPDATES
         rows, columns, blocks = np.array(self._updates, dtype=np.int32).T.copy()
         self._updates = []
         self._batch.block_table[rows, columns] = blocks
@@ -121,6 +118,3 @@ class PlanBuilder:
             more = np.array(bad, dtype=np.int32)
             places, ids = np.concatenate((places, more[:, 0])), np.concatenate((ids, more[:, 1]))
         return (places, ids) if len(ids) else None
-
-
-_NO_UPDATES = BlockUpdates(*(np.empty(0, dtype=np.int32) for _ in range(3)))

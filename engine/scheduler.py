@@ -32,6 +32,7 @@ from engine.outputs import Finished, FinishReason, StepOutput
 from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
 from engine.step import Ints, StepPlan, StepResult
+from engine.streak import MAX_ROWS, Streak
 
 PRIORITY_S = 60.0
 """Seconds of waiting that one level of priority is worth."""
@@ -69,6 +70,8 @@ class Scheduler:
         self._running: list[Request] = []  # in order of admission
         self._order: Ints | None = None  # their rows; None when the list has changed
         self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
+        self._last_decode: StepPlan | None = None  # the last step, if every running request decoded in it
+        self._streak: Streak | None = None
         self._ending: list[Request] = []  # ended, but named by a step in flight
         self._arrivals = 0
         self.num_preemptions = 0
@@ -103,6 +106,7 @@ class Scheduler:
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
+        self._end_streak()
         num_known = len(request.token_ids)
         if request.status is Status.RUNNING:
             num_known = int(self.batch.num_known[request.row])
@@ -140,13 +144,15 @@ class Scheduler:
     @property
     def is_prefilling(self) -> bool:
         """Whether a running request has more than its newest token to compute."""
+        self._end_streak()
         rows = self._rows()
         return bool((self.batch.num_tokens[rows] - self.batch.num_computed[rows] > 1).any())
 
     def slots_used(self) -> int:
         """KV slots in live blocks that hold a token. Only a request's last block, its own alone, can be part empty."""
         rows = self._rows()
-        filled = np.maximum(self.batch.num_computed[rows], self.batch.num_reused[rows])
+        computed = self.batch.num_computed[rows] if self._streak is None else self._streak.num_computed
+        filled = np.maximum(computed, self.batch.num_reused[rows])
         empty = self.batch.num_blocks[rows].sum() * self.block_size - filled.sum()
         return self.blocks.num_live * self.block_size - int(empty)
 
@@ -158,6 +164,10 @@ class Scheduler:
         `commit` or `fail` must follow for each plan, in order.
         """
         batch = self.batch
+        if self._streak is not None or self._may_begin_streak():
+            plan = self._go_on_with_streak()
+            if plan is not None:
+                return plan
         rows = self._rows()
         computed = batch.num_computed[rows]
         counts, budget = self._share_budget(rows, computed)
@@ -175,11 +185,19 @@ class Scheduler:
             return None
         plan = self._plans.plan(rows, counts, in_flight=bool(self._in_flight))
         self._advance(plan, plan.seq_lens - counts)
+        all_decode = plan.rows is self._order and plan.num_tokens == len(plan.sample) == len(rows)
+        self._last_decode = plan if all_decode else None
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in the oldest step's result. Returns the tokens and the requests that ended."""
         batch = self.batch
+        if self._streak is not None:
+            output = self._streak.take(result.token_ids)
+            if output is not None:
+                self.num_generated_tokens += len(output.token_ids)
+                return output
+            self._end_streak()
         first = batch.num_settled[plan.rows] // self.block_size
         last = plan.seq_lens // self.block_size
         batch.num_settled[plan.rows] = plan.seq_lens
@@ -238,6 +256,7 @@ class Scheduler:
         and every other running request starts again from what is known of it. Nothing that others can see is lost: KV
         of these steps has not been registered in the prefix cache, and a cached block is never written.
         """
+        self._end_streak()
         ids: list[str] = self.batch.request_ids[plan.rows].tolist()
         while self._in_flight:
             self._settle(self._in_flight[0][0])
@@ -245,6 +264,41 @@ class Scheduler:
         for request in list(self._running):
             self._start_again(request)
         return [finished for finished in failed if finished is not None]
+
+    # -- quiet steps, see `engine.streak` -----------------------------------------------------------------------
+
+    def _may_begin_streak(self) -> bool:
+        batch = self.batch
+        return (
+            self._last_decode is not None
+            and self._last_decode.rows is self._order  # nobody has come or gone
+            and len(self._last_decode.rows) <= MAX_ROWS
+            and not (self._in_flight or self._num_waiting or batch.num_held or batch.extras.num_users)
+        )
+
+    def _go_on_with_streak(self) -> StepPlan | None:
+        """The next plan of the streak, which begins here if there is none; None when there is none to be had."""
+        if self._num_waiting or (self._streak is not None and self._streak.plan is not None):
+            self._end_streak()
+            return None
+        if self._streak is None:
+            assert self._last_decode is not None
+            num_steps = Streak.length(self.batch, self._last_decode.rows)
+            if num_steps < 2:
+                return None
+            self._streak = Streak(self.batch, self._last_decode, num_steps)
+        plan = self._streak.next()
+        if plan is None:
+            self._end_streak()
+        return plan
+
+    def _end_streak(self) -> None:
+        if self._streak is not None:
+            streak, self._streak = self._streak, None
+            self._last_decode = None
+            streak.write_back()
+            if streak.plan is not None:
+                self._in_flight.append((streak.plan, set()))
 
     # -- inside a step ------------------------------------------------------------------------------------------
 

@@ -102,9 +102,12 @@ class BlockUpdates:
     blocks: Ints
 
 
-@dataclass(frozen=True, slots=True)
+NO_UPDATES = BlockUpdates(*(np.empty(0, dtype=np.int32) for _ in range(3)))
+
+
+@dataclass(slots=True)
 class StepPlan:
-    """S sequences with T tokens in all; K of them end this step with a sampled token.
+    """S sequences with T tokens in all; K of them end this step with a sampled token. Nobody changes it.
 
     rows: [S] persistent row of each sequence.
     query_start: [S + 1] where each sequence's tokens begin among the T.
@@ -119,7 +122,6 @@ class StepPlan:
         words).
     """
 
-    step: int
     rows: Ints
     query_start: Ints
     seq_lens: Ints

@@ -56,6 +56,20 @@ class StepInputs:
     extras: ExtraInputs | None
 
 
+@dataclass(slots=True)
+class _Places:
+    """What of a step's inputs stays the same while the same rows decode. arrays: held, so their ids stay theirs."""
+
+    of: tuple[int, int, int]
+    arrays: tuple[Ints, Ints, Ints]
+    rows: Tensor
+    query_start: Tensor
+    sample_rows: Tensor
+    sample_at: Tensor
+    max_query_len: int
+    all_sample: bool
+
+
 class DeviceRows:
     """The device's half of the persistent batch: R rows that a plan changes by differences.
 
@@ -78,6 +92,7 @@ class DeviceRows:
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables = LogitTables(info.vocab_size, device)
+        self._last_places: _Places | None = None
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Apply the plan's differences and make its tensors."""
@@ -86,33 +101,52 @@ class DeviceRows:
             self.block_tables[self._tensor(updates.rows), self._tensor(updates.columns)] = self._tensor(updates.blocks)
         if plan.new_rows is not None:
             self._set_params(plan.new_rows)
-        # Small index arithmetic is done before the transfer: numpy's calls cost a fraction of torch's.
-        last = plan.query_start[1:] - 1
+        where = self._places(plan)
         token_ids = self._tensor(plan.token_ids.astype(np.int64))
         if plan.pending is not None:
             rows = self._tensor(plan.rows[plan.pending])
-            token_ids[self._tensor(last[plan.pending])] = self.last_tokens[rows]
+            token_ids[self._tensor((plan.query_start[1:] - 1)[plan.pending])] = self.last_tokens[rows]
+        positions = plan.seq_lens if where.all_sample else plan.seq_lens[plan.sample]
         metadata = AttentionMetadata(
-            query_start=self._tensor(plan.query_start),
+            query_start=where.query_start,
             seq_lens=self._tensor(plan.seq_lens),
             block_tables=self.block_tables,
-            rows=self._tensor(plan.rows),
+            rows=where.rows,
             slots=self._tensor(plan.slots),
-            max_query_len=int((plan.query_start[1:] - plan.query_start[:-1]).max()),
+            max_query_len=where.max_query_len,
             max_seq_len=int(plan.seq_lens.max()),
         )
         return StepInputs(
             token_ids=token_ids,
             positions=self._tensor(plan.positions.astype(np.int64)),
             metadata=metadata,
-            sample_rows=self._tensor(plan.rows[plan.sample].astype(np.int64)),
-            sample_at=self._tensor(last[plan.sample].astype(np.int64)),
-            sample_positions=self._tensor(plan.seq_lens[plan.sample].astype(np.int64)),
+            sample_rows=where.sample_rows,
+            sample_at=where.sample_at,
+            sample_positions=self._tensor(positions.astype(np.int64)),
             forbidden=None
             if plan.forbidden is None
             else (self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1])),
             extras=None if plan.extras is None else self._extras(plan.extras),
         )
+
+    def _places(self, plan: StepPlan) -> "_Places":
+        """Tensors of which rows and tokens take part; those of the last plan if it had the very same arrays."""
+        known = self._last_places
+        if known is not None and known.of == (id(plan.rows), id(plan.query_start), id(plan.sample)):
+            return known
+        # Small index arithmetic is done before the transfer: numpy's calls cost a fraction of torch's.
+        sample = plan.sample
+        self._last_places = places = _Places(
+            of=(id(plan.rows), id(plan.query_start), id(sample)),
+            arrays=(plan.rows, plan.query_start, sample),
+            rows=self._tensor(plan.rows),
+            query_start=self._tensor(plan.query_start),
+            sample_rows=self._tensor(plan.rows[sample].astype(np.int64)),
+            sample_at=self._tensor((plan.query_start[1:] - 1)[sample].astype(np.int64)),
+            max_query_len=int((plan.query_start[1:] - plan.query_start[:-1]).max()),
+            all_sample=len(sample) == len(plan.rows),
+        )
+        return places
 
     def _extras(self, extras: Extras) -> ExtraInputs:
         for bias in extras.new_biases:

@@ -1,0 +1,92 @@
+"""Decode steps in a row in which nothing changes but the tokens.
+
+For a few sequences the scheduler's general path is mostly the price of calling numpy on arrays of a few elements.
+Between two block boundaries of a quiet batch there is nothing to decide: each step is the last one with its positions
+one higher. A streak makes those plans and takes their tokens in, and writes what happened to the batch when it ends.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import PENDING, Batch
+from engine.outputs import StepOutput
+from engine.step import NO_UPDATES, Ints, StepPlan
+
+MAX_ROWS = 16
+"""With more sequences than this, one of them is at a block boundary in most steps."""
+
+
+class Streak:
+    """Begins behind a committed step in which all of `rows` decoded. One plan is out at a time."""
+
+    def __init__(self, batch: Batch, last: StepPlan, num_steps: int) -> None:
+        self._batch = batch
+        self._last = last
+        self._left = num_steps
+        self._start = last.seq_lens
+        self._seq_lens = last.seq_lens
+        self._slots = last.slots
+        self._ids: Ints = batch.tokens[last.rows, last.seq_lens]
+        self._log: list[Ints] = []
+        self._request_ids: list[str] = batch.request_ids[last.rows].tolist()
+        self.plan: StepPlan | None = None
+        """The step that is out."""
+
+    @staticmethod
+    def length(batch: Batch, rows: Ints) -> int:
+        """Steps that `rows` can go on without completing a block, needing a new one, or reaching a limit."""
+        computed = batch.num_computed[rows]
+        to_boundary = batch.block_size - 1 - computed % batch.block_size
+        to_limit = batch.limit[rows] - 2 - computed
+        return int(np.where(computed % batch.block_size, np.minimum(to_boundary, to_limit), 0).min())
+
+    @property
+    def num_computed(self) -> Ints:
+        """Tokens of each row whose KV is there, or will be by the plan that is out."""
+        return self._seq_lens
+
+    def next(self) -> StepPlan | None:
+        """The next plan; None when the streak is over."""
+        if not self._left:
+            return None
+        self._left -= 1
+        last, positions = self._last, self._seq_lens
+        self._seq_lens = positions + 1
+        self._slots = self._slots + 1
+        self.plan = StepPlan(
+            rows=last.rows,
+            query_start=last.query_start,
+            seq_lens=self._seq_lens,
+            token_ids=self._ids,
+            positions=positions,
+            slots=self._slots,
+            sample=last.sample,
+            mode=last.mode,
+            block_updates=NO_UPDATES,
+        )
+        return self.plan
+
+    def take(self, ids: NDArray[np.integer]) -> StepOutput | None:
+        """Tokens of the plan that is out; None, and nothing taken, if one of them may end its request."""
+        token_ids = ids.tolist()
+        if not self._batch.stop_counts.keys().isdisjoint(token_ids):
+            return None
+        self._ids = ids.astype(np.int32, copy=False)
+        self._log.append(self._ids)
+        self.plan = None
+        return StepOutput(self._request_ids.copy(), token_ids)
+
+    def write_back(self) -> None:
+        """Bring the batch up to date; with a plan out, as the scheduler does when it has launched one."""
+        batch, rows = self._batch, self._last.rows
+        taken = len(self._log)
+        if taken:
+            columns = self._start[:, None] + np.arange(1, taken + 1, dtype=np.int32)
+            batch.tokens[rows[:, None], columns] = np.stack(self._log, axis=1)
+        batch.num_settled[rows] = self._start + taken
+        batch.num_known[rows] = self._start + (taken + 1)
+        batch.num_computed[rows] = self._seq_lens
+        batch.num_tokens[rows] = self._seq_lens + 1
+        if self.plan is not None:
+            batch.tokens[rows, self._seq_lens] = PENDING
+            batch.in_flight[rows] += 1
