@@ -44,12 +44,15 @@ def openvino(model: str, threads: int, settings: dict[str, Any]) -> Run:
     pipeline = genai.ContinuousBatchingPipeline(model, config, "CPU", {"INFERENCE_NUM_THREADS": threads} | settings)
 
     def run(prompts: list[list[int]], outs: list[int]) -> None:
+        handles = []  # a request whose handle is gone is dropped
         for number, (prompt, count) in enumerate(zip(prompts, outs, strict=True)):
             options = genai.GenerationConfig()
             options.max_new_tokens, options.ignore_eos, options.do_sample = count, True, False
-            pipeline.add_request(number, Tensor(np.array([prompt], dtype=np.int64)), options)
+            handles.append(pipeline.add_request(number, Tensor(np.array([prompt], dtype=np.int64)), options))
         while pipeline.has_non_finished_requests():
             pipeline.step()
+        made = [len(handle.read_all()[0].generated_ids) for handle in handles]
+        assert made == outs, "fewer tokens than asked for: the figure would be wrong"
 
     return run
 
