@@ -129,11 +129,6 @@ class Scheduler:
         )
 
     @property
-    def num_in_flight(self) -> int:
-        """Steps that are planned and not settled."""
-        return len(self._in_flight)
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 

@@ -23,7 +23,7 @@ def runner_info(**overrides: object) -> RunnerInfo:
         "device": "cpu",
         "dtype": "float32",
     }
-    return RunnerInfo(**(values | overrides))  # type: ignore[arg-type]
+    return RunnerInfo(**(values | overrides))
 
 
 class ScriptedRunner:

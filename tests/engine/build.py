@@ -9,6 +9,17 @@ from engine.engine import Engine
 from kernels.attention import AttentionBackend
 from kernels.attention.torch_backend import TorchBackend
 
+OVERLAPPED: dict[str, dict[str, object]] = {
+    "two in flight": {"async_scheduling": True},
+    "two in flight, late": {"async_scheduling": True},
+    "two in flight, a pool that preempts": {
+        "async_scheduling": True,
+        "num_gpu_blocks_override": 9,
+        "max_model_len": 120,
+    },
+}
+"""Conditions with two steps in flight; where a name says late, the test wraps the runner in a `LateRunner`."""
+
 
 def build_engine(path: Path, attention: str = "cpu", **settings: object) -> Engine:
     """attention: "cpu" for the fastest there is on a CPU, "torch" for the reference."""

@@ -63,7 +63,7 @@ def test_model_path_is_another_name_of_model() -> None:
 )
 def test_a_bad_sampling_parameter_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=field) as caught:
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+        SamplingParams(**{field: value})
     assert caught.value.param == field
 
 

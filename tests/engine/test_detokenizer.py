@@ -137,7 +137,7 @@ def visible(tokenizer: SmallTokenizer, ids: list[int], skip: bool) -> str:
     return tokenizer.decode(ids, skip).rstrip("\ufffd")
 
 
-def cut_by_definition(tokenizer, ids, skip, stop, include, min_tokens):  # type: ignore[no-untyped-def]
+def cut_by_definition(tokenizer, ids, skip, stop, include, min_tokens):
     """(text, stop string, tokens) from whole decodes; right for stop strings without U+FFFD."""
     seen = 0
     for n in range(1, len(ids) + 1):

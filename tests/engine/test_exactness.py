@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
 from engine.tokenizer import load_tokenizer
 from tests import reference, tiny_models
-from tests.engine.build import build_engine
+from tests.engine.build import OVERLAPPED, build_engine
 from tests.scripted import LateRunner, drain
 
 MODELS = ("llama", "llama_tied", "qwen3")
@@ -51,7 +51,7 @@ def logits_of(engine: Engine) -> list[torch.Tensor]:
         seen.extend(result.clone())
         return result
 
-    model.logits = record  # type: ignore[method-assign]
+    model.logits = record
     return seen
 
 
@@ -85,13 +85,7 @@ CONDITIONS = {
     "no prefix cache": {"enable_prefix_caching": False},
     "a pool that preempts": {"num_gpu_blocks_override": 9, "max_model_len": 120},
     "blocks of 32": {"block_size": 32},
-    "two in flight": {"async_scheduling": True},
-    "two in flight, late": {"async_scheduling": True},
-    "two in flight, a pool that preempts": {
-        "async_scheduling": True,
-        "num_gpu_blocks_override": 9,
-        "max_model_len": 120,
-    },
+    **OVERLAPPED,
 }
 
 
@@ -201,7 +195,7 @@ def test_a_plan_without_samples_makes_no_logits(folders: dict[str, Path]) -> Non
     seen = logits_of(engine)
     plans: list[StepPlan] = []
     launch = engine.runner.launch
-    engine.runner.launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]
+    engine.runner.launch = lambda plan: (plans.append(plan), launch(plan))[1]
     engine.add_request("a", PROMPTS[5], greedy(1))
     engine.step()
     assert len(plans[0].sample) == 0

@@ -13,7 +13,7 @@ from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
 from tests import reference, tiny_models
-from tests.engine.build import build_engine
+from tests.engine.build import OVERLAPPED, build_engine
 from tests.scripted import LateRunner, ScriptedRunner, drain
 
 PROMPTS = [[(3 + 5 * i + 11 * j) % 380 + 3 for j in range(length)] for i, length in enumerate((1, 15, 16, 17, 33, 50))]
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def params(max_tokens: int = LENGTH, **more: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens} | more))  # type: ignore[arg-type]
+    return SamplingParams(**({"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens} | more))
 
 
 def truth(folder: Path, prompt: list[int], change: Change, num_tokens: int = LENGTH) -> list[int]:
@@ -159,13 +159,7 @@ CONDITIONS: dict[str, dict[str, object]] = {
     "chunks of 3": {"max_num_batched_tokens": 3},
     "no prefix cache": {"enable_prefix_caching": False},
     "a pool that preempts": {"num_gpu_blocks_override": 9, "max_model_len": 120},
-    "two in flight": {"async_scheduling": True},
-    "two in flight, late": {"async_scheduling": True},
-    "two in flight, a pool that preempts": {
-        "async_scheduling": True,
-        "num_gpu_blocks_override": 9,
-        "max_model_len": 120,
-    },
+    **OVERLAPPED,
 }
 
 
@@ -337,10 +331,10 @@ def test_a_request_that_a_failed_step_set_back_keeps_its_counts(folder: Path) ->
     launch = engine.runner.launch
 
     def fail(plan: StepPlan) -> None:
-        engine.runner.launch = launch  # type: ignore[method-assign]
+        engine.runner.launch = launch
         raise RuntimeError("made to fail")
 
-    engine.runner.launch = fail  # type: ignore[assignment,method-assign]
+    engine.runner.launch = fail
     engine.step()
     engine.add_request("set back", PROMPTS[1], params(**settings), expected[:9])
     results = drain(engine)

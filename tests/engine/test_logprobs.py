@@ -12,7 +12,7 @@ from engine.model_runner import ModelRunner
 from engine.outputs import Finished, StepOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from tests import reference, tiny_models
-from tests.engine.build import build_engine
+from tests.engine.build import OVERLAPPED, build_engine
 from tests.scripted import LateRunner, ScriptedRunner
 
 PROMPTS = [[(3 + 5 * i + 11 * j) % 380 + 3 for j in range(length)] for i, length in enumerate((1, 15, 16, 17, 33, 50))]
@@ -25,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def params(max_tokens: int = 8, **more: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens} | more))  # type: ignore[arg-type]
+    return SamplingParams(**({"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens} | more))
 
 
 class Seen:
@@ -96,14 +96,8 @@ CONDITIONS: dict[str, dict[str, object]] = {
     "chunks of 16": {"max_num_batched_tokens": 16},
     "no chunks": {"enable_chunked_prefill": False},
     "a pool that preempts": {"num_gpu_blocks_override": 9, "max_model_len": 120},
-    "two in flight": {"async_scheduling": True},
+    **OVERLAPPED,
     "two in flight, chunks of 3": {"async_scheduling": True, "max_num_batched_tokens": 3},
-    "two in flight, late": {"async_scheduling": True},
-    "two in flight, a pool that preempts": {
-        "async_scheduling": True,
-        "num_gpu_blocks_override": 9,
-        "max_model_len": 120,
-    },
 }
 
 
@@ -167,7 +161,7 @@ def test_prompts_are_scored_a_few_rows_at_a_time(folders: dict[str, Path]) -> No
         rows.append(len(hidden))
         return logits(hidden)
 
-    engine.runner.model.logits = count  # type: ignore[method-assign]
+    engine.runner.model.logits = count
     engine.add_request("a", PROMPTS[5], params(1, prompt_logprobs=0))
     Seen(engine)
     assert rows == [16, 16, 16, 1, 1], "49 of the prompt, and the one that is sampled from"

@@ -24,7 +24,7 @@ def tokens(n: int, start: int = 0) -> list[int]:
 
 
 def params(max_tokens: int | None = 8, **more: object) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
 
 
 def test_decodes_come_before_chunks_of_prompts_and_share_their_step() -> None:
@@ -77,7 +77,7 @@ def test_bad_ids_are_refused_before_they_reach_a_step() -> None:
     e = engine(ScriptedRunner([5]))
     for prompt in ([VOCAB], [-1], [1.5], [], [True]):
         with pytest.raises(InvalidRequestError):
-            e.add_request("bad", prompt, params())  # type: ignore[arg-type]
+            e.add_request("bad", prompt, params())
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         e.add_request("bad", [1], params(stop_token_ids=[VOCAB]))
     assert not e.has_work()

@@ -35,7 +35,7 @@ def tokens(n: int, start: int = 0) -> list[int]:
 
 
 def params(max_tokens: int | None = 8, **more: object) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
 
 
 def assert_at_rest(engine: Engine) -> None:

@@ -185,7 +185,7 @@ def test_closing_ends_what_runs() -> None:
 def test_the_engine_is_closed_even_if_the_consumer_fails() -> None:
     closed = threading.Event()
     runner = ScriptedRunner([5])
-    runner.close = closed.set  # type: ignore[method-assign]
+    runner.close = closed.set
 
     def consumer(output: StepOutput) -> None:
         raise RuntimeError("cannot take it")
@@ -221,7 +221,7 @@ def test_closing_from_the_consumer_does_not_wait_for_itself() -> None:
 
 def test_a_request_that_cannot_be_added_ends_alone() -> None:
     loop, listener = start()
-    loop.submit("bad", [1] * 9, params(), block_hashes=["not bytes"])  # type: ignore[list-item]
+    loop.submit("bad", [1] * 9, params(), block_hashes=["not bytes"])
     loop.submit("good", [1], params())
     listener.wait("bad", "good")
     assert listener.ended["bad"].reason is FinishReason.ERROR

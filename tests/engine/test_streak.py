@@ -50,7 +50,7 @@ def test_most_steps_of_a_quiet_batch_are_streaks(monkeypatch: pytest.MonkeyPatch
     def counted(*args: object, **kwargs: object) -> object:
         nonlocal general
         general += 1
-        return plan(*args, **kwargs)  # type: ignore[arg-type]
+        return plan(*args, **kwargs)
 
     monkeypatch.setattr(engine.scheduler._plans, "plan", counted)
     for _ in range(32):

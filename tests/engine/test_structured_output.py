@@ -39,7 +39,7 @@ def refusal(spec: StructuredOutputSpec) -> str:
 
 
 def test_a_spec_travels_and_is_a_key() -> None:
-    spec = StructuredOutputSpec(choice=["a", "b"])  # type: ignore[arg-type]
+    spec = StructuredOutputSpec(choice=["a", "b"])
     assert spec.choice == ("a", "b")
     assert {pickle.loads(pickle.dumps(spec)): 1}[StructuredOutputSpec(choice=("a", "b"))] == 1
     assert spec != StructuredOutputSpec(choice=("a", "b"), disable_any_whitespace=True)
@@ -62,7 +62,7 @@ def test_a_spec_travels_and_is_a_key() -> None:
 )
 def test_a_spec_is_exactly_one_thing(fields: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
-        StructuredOutputSpec(**fields)  # type: ignore[arg-type]
+        StructuredOutputSpec(**fields)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def engine_for(folder: Path, mode: str, **settings: object) -> Engine:
 
 
 def params(spec: StructuredOutputSpec | None, seed: int = 0, max_tokens: int = 120, **more: object) -> SamplingParams:
-    return SamplingParams(seed=seed, max_tokens=max_tokens, structured_outputs=spec, **more)  # type: ignore[arg-type]
+    return SamplingParams(seed=seed, max_tokens=max_tokens, structured_outputs=spec, **more)
 
 
 def run(engine: Engine) -> tuple[dict[str, list[int]], dict[str, Finished]]:
