@@ -57,11 +57,23 @@ class AttentionBackend(ABC):
         """Store k, v: [tokens, kv_heads, head_dim] at slots: int64 [tokens]; a slot of -1 is passed over."""
 
     @abstractmethod
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
-        """q: [tokens, heads, head_dim] -> softmax(scale q K^T) V, causal, [tokens, heads, head_dim].
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        """q: [tokens, heads, head_dim] -> softmax(cap(scale q K^T)) V, causal, [tokens, heads, head_dim].
 
         The step's own KV must have been written. heads is a multiple of kv_heads; consecutive query heads
         share one KV head.
+
+        window: a token sees itself and the window - 1 tokens before it; 0: all before it.
+        soft_cap: cap(s) = soft_cap tanh(s / soft_cap), as Gemma 2 bounds its scores; 0: the scores as they are.
         """
 
     def rotary_write(

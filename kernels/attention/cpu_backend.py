@@ -56,7 +56,18 @@ class CpuBackend(AttentionBackend):
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         cpu_ops.kv_write(k, v, k_cache, v_cache, slots)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        if window or soft_cap:
+            raise ValueError(f"the cpu attention backend has no window and no soft cap; got {window} and {soft_cap}")
         return cpu_ops.paged_attention(
             q,
             k_cache,

@@ -41,7 +41,16 @@ class TorchBackend(AttentionBackend):
         k_cache.flatten(0, 1)[where] = _stored(k[kept], k_cache.dtype)
         v_cache.flatten(0, 1)[where] = _stored(v[kept], v_cache.dtype)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
         block_size = k_cache.shape[1]
         starts, lengths = metadata.query_start.tolist(), metadata.seq_lens.tolist()
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -52,7 +61,7 @@ class TorchBackend(AttentionBackend):
             blocks = metadata.block_tables[row, : -(-length // block_size)].long()
             keys = _loaded(k_cache[blocks].flatten(0, 1)[:length])
             values = _loaded(v_cache[blocks].flatten(0, 1)[:length])
-            out[first:last] = causal_attention(q[first:last], keys, values, scale)
+            out[first:last] = causal_attention(q[first:last], keys, values, scale, window, soft_cap)
         return out
 
 
@@ -70,14 +79,22 @@ def _loaded(x: Tensor) -> Tensor:
     return x[..., :-4].float() * scale
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, soft_cap: float = 0.0) -> Tensor:
     """One sequence. q: [queries, heads, head_dim], the last of the positions of
-    k, v: [length, kv_heads, head_dim] -> [queries, heads, head_dim], of q's type."""
+    k, v: [length, kv_heads, head_dim] -> [queries, heads, head_dim], of q's type.
+
+    window, soft_cap: as in `AttentionBackend.attend`.
+    """
     queries, heads, head_dim = q.shape
     length, kv_heads = k.shape[:2]
     grouped = q.float().view(queries, kv_heads, heads // kv_heads, head_dim)
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k.float()) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     position = torch.arange(length - queries, length, device=q.device)
-    hidden = torch.arange(length, device=q.device) > position[:, None]  # [queries, length]
+    before = position[:, None] - torch.arange(length, device=q.device)  # [queries, length]
+    hidden = before < 0
+    if window:
+        hidden |= before >= window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hgqk,khd->qhgd", weights, v.float()).reshape(q.shape).to(q.dtype)

@@ -23,7 +23,7 @@ def attend(backend, batch):
     return backend.attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale)
 
 
-def contiguous_attention(batch):
+def contiguous_attention(batch, window=10**9):
     """The answer without pages, from torch's own attention."""
     out = torch.zeros_like(batch.q)
     starts = batch.metadata.query_start.tolist()
@@ -31,7 +31,7 @@ def contiguous_attention(batch):
         q = batch.q[starts[i] : starts[i + 1]]
         if len(q) == 0:
             continue
-        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)).triu(len(k) - len(q) - window + 1)
         heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
         attended = scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True)
         out[starts[i] : starts[i + 1]] = attended[0].transpose(0, 1)
@@ -43,6 +43,22 @@ def contiguous_attention(batch):
 def test_torch_backend_equals_sdpa_on_contiguous_kv(heads, kv_heads, block_size):
     batch = paged_batch(TorchBackend(), *RAGGED, heads, kv_heads, 32, block_size, padding_tokens=3)
     torch.testing.assert_close(attend(TorchBackend(), batch), contiguous_attention(batch), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 1000])
+def test_torch_backend_with_a_window_equals_sdpa_under_a_band(window):
+    batch = paged_batch(TorchBackend(), *RAGGED, 4, 2, 32, 16, padding_tokens=3)
+    got = TorchBackend().attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 32**-0.5, window)
+    torch.testing.assert_close(got, contiguous_attention(batch, window), rtol=1e-5, atol=2e-6)
+
+
+def test_a_soft_cap_bounds_the_scores_before_the_softmax():
+    batch = paged_batch(TorchBackend(), [3], [1], 1, 1, 16, 16)
+    got = TorchBackend().attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 2.0, soft_cap=1.5)
+    scores = [1.5 * math.tanh(2.0 * float(batch.q[0, 0] @ key) / 1.5) for key in batch.keys[0][:, 0]]
+    weights = torch.tensor([math.exp(score) for score in scores])
+    expected = (weights / weights.sum()) @ batch.values[0][:, 0]
+    torch.testing.assert_close(got[0, 0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
