@@ -81,7 +81,7 @@ class Worker:
 def start(name: str, precision: str, model: str, threads: int) -> Worker:
     own = Path(sys.executable)
     if name == "nanoserve":
-        settings = {"quantization": "int8"} if precision == "int8" else {}
+        settings = {"quantization": "int8"} if precision == "int8" else {"dtype": "float32"}
         return Worker(name, own, weights(model), threads, settings)
     if name == "transformers":
         return Worker(name, own, weights(model), threads, {})

@@ -67,8 +67,10 @@ class Bench:
     engine: SampledEngine
 
     @classmethod
-    def of(cls, model: str, threads: int) -> "Bench":
-        config = EngineConfig(model=model, num_threads=threads, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=False)
+    def of(cls, model: str, threads: int, dtype: str) -> "Bench":
+        config = EngineConfig.from_kwargs(
+            model=model, dtype=dtype, num_threads=threads, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=False
+        )
         engine = SampledEngine.from_config(config)
         assert engine.info.model_path is not None
         bench = cls(LLM.from_engine(engine, load_tokenizer(engine.info.model_path)), engine)
@@ -199,10 +201,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"as the engine takes it (default {DEFAULT_MODEL})")
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0 is one for each core")
+    parser.add_argument("--dtype", default="auto", help="as the engine takes it; float32 is exact on a CPU")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     args = parser.parse_args(argv)
 
-    bench = Bench.of(args.model, args.threads)
+    bench = Bench.of(args.model, args.threads, args.dtype)
     names = list(WORKLOADS) if args.workload == "all" else [args.workload]
     _show(header(bench.engine, args.model), args.json)
     for name in names:

@@ -15,6 +15,7 @@ from engine.loader import load_weights, random_weights
 from engine.memory import GIB, num_kv_blocks
 from engine.model_config import ModelConfig, load_model_config
 from engine.models.decoder import Decoder
+from engine.precision import choose_device, choose_precision
 from engine.runner import RunnerInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
 from engine.step import Logprobs, StepPlan, StepResult
@@ -65,8 +66,9 @@ class ModelRunner:
         Raises `ConfigError`, `LoadError`.
         """
         model_config = load_model_config(path)
-        device = _device(config)
-        dtype = _dtype(config, model_config, device)
+        device = choose_device(config)
+        precision = choose_precision(config, model_config, device)
+        dtype = precision.dtype
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         max_model_len = config.max_model_len or model_config.max_position_embeddings
@@ -75,11 +77,8 @@ class ModelRunner:
                 f"max_model_len is {max_model_len}, but the model has positions for "
                 f"{model_config.max_position_embeddings} tokens"
             )
-        if config.quantization is not None and (device.type != "cpu" or dtype != torch.float32):
-            raise ConfigError(f"quantization int8 is for a CPU and float32 activations, not for {device} and {dtype}")
-        kv_dtype = None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
         try:
-            backend = select_backend(device, dtype, model_config.head_dim, config.block_size, kv_dtype)
+            backend = select_backend(device, dtype, model_config.head_dim, config.block_size, precision.kv_dtype)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         block_size = config.block_size or backend.default_block_size
@@ -88,7 +87,7 @@ class ModelRunner:
             random_weights(model.targets(), config.seed)
         else:
             load_weights(model.targets(), path, tied=model_config.tie_word_embeddings)
-        model.pack(config.quantization)
+        model.pack(precision.quantization)
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
         budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
         layer_bytes = backend.kv_token_bytes(model_config.num_kv_heads, model_config.head_dim, dtype)
@@ -101,11 +100,10 @@ class ModelRunner:
             block_size=block_size,
         )
         logger.info(
-            "%s on %s in %s%s, attention by %s (%s), KV cache of %d tokens in %d blocks (%.2f GiB)",
+            "%s on %s in %s, attention by %s (%s), KV cache of %d tokens in %d blocks (%.2f GiB)",
             path.name,
             device,
-            str(dtype).removeprefix("torch."),
-            f", weights in {config.quantization}" if config.quantization else "",
+            precision,
             backend.name,
             backend.reason,
             num_blocks * block_size,
@@ -121,7 +119,7 @@ class ModelRunner:
             vocab_size=model_config.vocab_size,
             eos_token_ids=model_config.eos_token_ids,
             device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(precision),
         )
         return cls(model, backend, info, dtype=dtype, device=device)
 
@@ -152,26 +150,6 @@ def _on_host(logprobs: TokenLogprobs | None) -> Logprobs | None:
     if logprobs is None:
         return None
     return Logprobs(logprobs.token_ids.cpu().numpy(), logprobs.logprobs.cpu().numpy(), logprobs.ranks.cpu().numpy())
-
-
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but there is no GPU that torch can use; set device to cpu or auto")
-    if config.device == "auto" and not torch.cuda.is_available():
-        logger.warning("no GPU that torch can use: running on the CPU")
-        return torch.device("cpu")
-    return torch.device("cpu" if config.device == "cpu" else "cuda")
-
-
-def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    name: str = config.dtype
-    if name == "auto":
-        # Without special instructions a CPU only emulates the narrow types; a GPU has no use for the wide one.
-        wanted = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
-        name = "float32" if device.type == "cpu" else wanted
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _step_bytes(config: ModelConfig, num_tokens: int, num_rows: int, dtype: torch.dtype) -> int:

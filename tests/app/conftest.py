@@ -48,7 +48,13 @@ def real(model_dir: Path, tokenizer: Tokenizer) -> Serve:
     """The application over a tiny random model."""
 
     def serve(**settings: Any) -> Any:
-        defaults = {"model": str(model_dir), "max_model_len": 128, "num_gpu_blocks_override": 64, "num_threads": 1}
+        defaults = {
+            "model": str(model_dir),
+            "dtype": "float32",
+            "max_model_len": 128,
+            "num_gpu_blocks_override": 64,
+            "num_threads": 1,
+        }
         app_options = {name: settings.pop(name) for name in APP_OPTIONS if name in settings}
         return running(Engine.from_config(EngineConfig(**(defaults | settings))), tokenizer, **app_options)
 

@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def llm(model_dir: Path) -> Iterator[LLM]:
-    llm = LLM(model_dir, max_model_len=288, num_gpu_blocks_override=128, num_threads=1)
+    llm = LLM(model_dir, dtype="float32", max_model_len=288, num_gpu_blocks_override=128, num_threads=1)
     yield llm
     llm.close()
 

@@ -73,7 +73,9 @@ async def test_a_step_wakes_the_event_loop_once_for_all_requests(monkeypatch: py
 
 
 async def test_a_request_goes_on_after_the_tokens_it_brings(model_dir: Path) -> None:
-    config = EngineConfig(model=str(model_dir), max_model_len=128, num_gpu_blocks_override=32, num_threads=1)
+    config = EngineConfig(
+        model=str(model_dir), dtype="float32", max_model_len=128, num_gpu_blocks_override=32, num_threads=1
+    )
     with replica_of(Engine.from_config(config)) as replica:
         for params in (GREEDY, SamplingParams(seed=3, max_tokens=20, ignore_eos=True)):
             whole, _ = await tokens(replica.submit(Submission("whole", [5, 6, 7], params)))

@@ -47,7 +47,15 @@ def facts(result: RequestOutput) -> tuple[str, str | None, int | str | None]:
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tiny_models.llama(tmp_path_factory.mktemp("llama"))
-    llm = LLM(folder, max_model_len=128, block_size=16, num_gpu_blocks_override=64, device="cpu", num_threads=1)
+    llm = LLM(
+        folder,
+        dtype="float32",
+        max_model_len=128,
+        block_size=16,
+        num_gpu_blocks_override=64,
+        device="cpu",
+        num_threads=1,
+    )
     yield llm
     llm.close()
 

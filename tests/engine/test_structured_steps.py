@@ -139,7 +139,7 @@ def test_an_engine_without_a_vocabulary_refuses() -> None:
 
 
 def test_llm_takes_it_with_several_outputs(folder: Path) -> None:
-    llm = LLM(folder, num_gpu_blocks_override=64)
+    llm = LLM(folder, dtype="float32", num_gpu_blocks_override=64)
     result = llm.generate(
         "pick", SamplingParams(n=4, max_tokens=40, structured_outputs=SPECS["choice"]), use_tqdm=False
     )

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 from engine import LLM, SamplingParams
-llm = LLM(sys.argv[1], num_gpu_blocks_override=64, max_num_seqs=int(sys.argv[2]), num_threads=1)
+llm = LLM(sys.argv[1], dtype="float32", num_gpu_blocks_override=64, max_num_seqs=int(sys.argv[2]), num_threads=1)
 prompts = [[5 + i, 9, 11] for i in range(24)]
 for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False):
     print(*output.outputs[0].token_ids)
