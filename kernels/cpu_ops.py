@@ -103,8 +103,12 @@ def paged_attention(
     block_tables: Tensor,
     rows: Tensor,
     scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Tensor:
-    out: Tensor = _ops.paged_attention.default(q, k_cache, v_cache, query_start, seq_lens, block_tables, rows, scale)
+    out: Tensor = _ops.paged_attention.default(
+        q, k_cache, v_cache, query_start, seq_lens, block_tables, rows, scale, window, soft_cap
+    )
     return out
 
 

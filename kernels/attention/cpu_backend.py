@@ -66,8 +66,6 @@ class CpuBackend(AttentionBackend):
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        if window or soft_cap:
-            raise ValueError(f"the cpu attention backend has no window and no soft cap; got {window} and {soft_cap}")
         return cpu_ops.paged_attention(
             q,
             k_cache,
@@ -77,6 +75,8 @@ class CpuBackend(AttentionBackend):
             metadata.block_tables,
             metadata.rows,
             scale,
+            window,
+            soft_cap,
         )
 
     def rotary_write(

@@ -5,8 +5,8 @@
 // scores for a chunk, softmax, weighted sum of its values. K pages are transposed, so a vector holds the same
 // dimension of kLanes tokens. Pages lie anywhere, where the hardware's prefetch stops at each page's end, so scores
 // fetch the chunk's values ahead, and values the keys that come next. Stored numbers are widened in registers; the
-// scales of int8 multiply scores and softmax weights. A row's result depends on its own tokens alone, bit for bit, not
-// on the batch.
+// scales of int8 multiply scores and softmax weights. Under a window, pages that no row sees any more are passed over.
+// A row's result depends on its own tokens alone, bit for bit, not on the batch.
 #pragma once
 
 #include "kernels.h"
@@ -23,7 +23,7 @@ struct Scratch {
   alignas(64) float out[kTileRows * kMaxHeadDim];  // [rows, head_dim]
   alignas(64) float scores[kTileRows * kChunk];
   float top[kTileRows], weight[kTileRows], correction[kTileRows];
-  int32_t limit[kTileRows];  // tokens that the row may see
+  int32_t limit[kTileRows], start[kTileRows];  // the row may see the tokens from start to limit
 };
 
 constexpr int kLineBytes = 64;
@@ -113,29 +113,44 @@ struct Tiles {
 
 }  // namespace
 
-// Turn the `valid` first scores of a row into weights relative to the row's running maximum; the rest become 0.
-static void softmax_row(float* scores, int64_t valid, int64_t tokens, float* top, float* weight, float* correction) {
+// Bound a row's scores by soft_cap * tanh(score / soft_cap), in powers of two. They come as 2 * log2(e) / soft_cap times
+// what they are.
+static void cap_row(float* scores, int64_t from, int64_t to, float soft_cap) {
+  for (int64_t t = from / kLanes * kLanes; t < to; t += kLanes) {
+    const Vec tanh = 1.0f - 2.0f / (exp2(load(scores + t)) + 1.0f);
+    store(scores + t, tanh * (soft_cap * kLog2e));
+  }
+}
+
+// Turn a row's scores from `from` to `to` into weights relative to the row's running maximum; the rest become 0.
+static void softmax_row(float* scores, int64_t from, int64_t to, int64_t tokens, float* top, float* weight,
+                        float* correction) {
   *correction = 1.0f;
-  const int64_t padded = (valid + kLanes - 1) / kLanes * kLanes;
-  if (valid > 0) {
-    for (int64_t t = valid; t < padded; ++t) scores[t] = -__builtin_inff();
-    Vec tops = load(scores);
-    for (int64_t t = kLanes; t < padded; t += kLanes) tops = max(tops, load(scores + t));
+  int64_t filled = 0;
+  if (from < to) {
+    const int64_t begin = from / kLanes * kLanes, padded = (to + kLanes - 1) / kLanes * kLanes;
+    for (int64_t t = 0; t < begin; ++t) scores[t] = 0.0f;
+    for (int64_t t = begin; t < from; ++t) scores[t] = -__builtin_inff();
+    for (int64_t t = to; t < padded; ++t) scores[t] = -__builtin_inff();
+    Vec tops = load(scores + begin);
+    for (int64_t t = begin + kLanes; t < padded; t += kLanes) tops = max(tops, load(scores + t));
     const float before = *top, now = largest(tops) > before ? largest(tops) : before;
     Vec sums = {};
-    for (int64_t t = 0; t < padded; t += kLanes) {
+    for (int64_t t = begin; t < padded; t += kLanes) {
       const Vec p = exp2(load(scores + t) - now);
       store(scores + t, p);
-      if (t + kLanes <= valid) sums += p;
+      if (t + kLanes <= to) sums += p;
     }
     float total = sum(sums);
-    for (int64_t t = valid / kLanes * kLanes; t < valid; ++t) total += scores[t];
+    for (int64_t t = to / kLanes * kLanes; t < to; ++t) total += scores[t];
+    for (int64_t t = begin; t < from; ++t) scores[t] = 0.0f;  // was 2^-126: nothing, in a sum with the 1 of the maximum
     // The first chunk has nothing to correct, and -inf - now would say NaN where now is -inf too.
     *correction = before == -__builtin_inff() ? 0.0f : exp2(splat(before - now))[0];
     *weight = *weight * *correction + total;
     *top = now;
+    filled = to;
   }
-  for (int64_t t = valid; t < tokens; ++t) scores[t] = 0.0f;
+  for (int64_t t = filled; t < tokens; ++t) scores[t] = 0.0f;
 }
 
 // Add up the parts of a group in their order, whatever order they finished in.
@@ -209,7 +224,8 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
   int tile_start[kTileRows / kMicroRows + 2];
   for (int i = 0; i <= tiles; ++i) tile_start[i] = item.rows * i / tiles;
 
-  const float scale = a.scale * kLog2e;  // the softmax works in powers of two
+  // The softmax works in powers of two, and the soft cap on twice the score.
+  const float scale = a.scale * kLog2e * (a.soft_cap > 0.0f ? 2.0f / a.soft_cap : 1.0f);
   for (int i = 0; i < tiles; ++i) {
     const int height = tile_start[i + 1] - tile_start[i];
     for (int r = tile_start[i]; r < tile_start[i + 1]; ++r) {
@@ -218,6 +234,7 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
       float* to = s.q + tile_start[i] * dim + (r - tile_start[i]);
       for (int64_t d = 0; d < dim; ++d) to[d * height] = from[d] * scale;
       s.limit[r] = static_cast<int32_t>(before + row / heads + 1);
+      s.start[r] = a.window > 0 ? static_cast<int32_t>(max(s.limit[r] - a.window, 0)) : 0;
       s.top[r] = -__builtin_inff();
       s.weight[r] = 0.0f;
     }
@@ -229,7 +246,8 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
   find_pages(a, item, item.first, pages);
   for (int64_t chunk = item.first; chunk < item.last; chunk += step) {
     const int64_t tokens = min(step, item.last - chunk);
-    for (int64_t t = 0; t < tokens; t += kMicroTokens) {
+    const int64_t skipped = max(s.start[0] - chunk, 0) / kMicroTokens * kMicroTokens;  // the first row sees furthest back
+    for (int64_t t = skipped; t < tokens; t += kMicroTokens) {
       const Stored *k[kMicroVecs], *v[kMicroVecs];
       const float* scales[kMicroVecs];
       for (int j = 0; j < kMicroVecs; ++j) {
@@ -240,15 +258,17 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
         scales[j] = kHasScales<Stored> ? pages.k_scales[block] + offset : nullptr;
       }
       for (int i = 0; i < tiles; ++i) {
-        if (s.limit[tile_start[i + 1] - 1] <= chunk + t) continue;
+        if (s.limit[tile_start[i + 1] - 1] <= chunk + t || s.start[tile_start[i]] >= chunk + t + kMicroTokens) continue;
         Tiles<Stored>::score[tile_start[i + 1] - tile_start[i]](s.q + tile_start[i] * dim, k, v, scales, size, dim,
                                                                 s.scores + tile_start[i] * kChunk + t);
       }
     }
     for (int r = 0; r < item.rows; ++r) {
-      const int64_t valid = max(min(s.limit[r] - chunk, tokens), 0);
-      softmax_row(s.scores + r * kChunk, valid, tokens, s.top + r, s.weight + r, s.correction + r);
-      if (kHasScales<Stored>) scale_weights(s.scores + r * kChunk, pages.v_scales, size, valid);
+      float* scores = s.scores + r * kChunk;
+      const int64_t from = max(s.start[r] - chunk, 0), to = max(min(s.limit[r] - chunk, tokens), 0);
+      if (a.soft_cap > 0.0f) cap_row(scores, from, to, a.soft_cap);
+      softmax_row(scores, from, to, tokens, s.top + r, s.weight + r, s.correction + r);
+      if (kHasScales<Stored>) scale_weights(scores, pages.v_scales, size, to);
     }
     next.count = 0;
     if (chunk + step < item.last) {
@@ -262,7 +282,9 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
       const int first = tile_start[i];
       const int64_t seen = min(s.limit[tile_start[i + 1] - 1] - chunk, tokens);  // no value past the last row's limit
       if (seen <= 0) continue;
-      Tiles<Stored>::value[tile_start[i + 1] - first](s.scores + first * kChunk, pages.v, ahead, size, dim, seen,
+      const int64_t page = min(max(s.start[first] - chunk, 0) / size, pages.count);  // pages before it: out of the window
+      Tiles<Stored>::value[tile_start[i + 1] - first](s.scores + first * kChunk + page * size, pages.v + page,
+                                                      ahead + page, size, dim, seen - page * size,
                                                       s.correction + first, s.out + first * dim);
     }
     pages = next;

@@ -103,7 +103,8 @@ Tensor rotary_write(const Tensor& q_in, const Tensor& k, const Tensor& v, const 
 }
 
 Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, const Tensor& query_start,
-                       const Tensor& seq_lens, const Tensor& block_tables, const Tensor& rows, double scale) {
+                       const Tensor& seq_lens, const Tensor& block_tables, const Tensor& rows, double scale, int64_t window,
+                       double soft_cap) {
   const Tensor q = packed_heads(q_in, "q");
   const Cache cache = cache_of(k_cache, v_cache);
   const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2);
@@ -124,10 +125,17 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   TORCH_CHECK_VALUE(start[0] == 0 && start[sequences] <= tokens, "query_start must go from 0 to at most ", tokens,
                     " tokens, got ", start[0], " to ", start[sequences]);
 
+  TORCH_CHECK_VALUE(window >= 0 && soft_cap >= 0.0, "window and soft_cap must be 0 or more, got ", window, " and ",
+                    soft_cap);
+
   std::vector<Item> items;
   std::vector<Group> groups;
   int64_t partial_size = 0;
-  const int64_t part_tokens = chunk_tokens(cache.block_size) * kPartChunks;
+  const int64_t chunk = chunk_tokens(cache.block_size), part_tokens = chunk * kPartChunks;
+  // Chunks begin at whole multiples, so that the order of a row's sums is its own.
+  const auto first_seen = [&](int64_t position) {
+    return window ? std::max<int64_t>(position + 1 - window, 0) / chunk * chunk : 0;
+  };
   for (int64_t s = 0; s < sequences; ++s) {
     const int64_t queries = start[s + 1] - start[s], blocks = (length[s] + cache.block_size - 1) / cache.block_size;
     if (queries == 0) continue;
@@ -142,14 +150,15 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
                         " is outside the cache of ", v_cache.size(0), " blocks");
     }
     const int64_t total_rows = queries * group_heads;
-    const bool cut = total_rows <= kTileRows && length[s] > part_tokens;
+    const int64_t begin = first_seen(length[s] - queries), seen = length[s] - begin;
+    const bool cut = total_rows <= kTileRows && seen > part_tokens;
     for (int64_t h = 0; h < cache.kv_heads; ++h) {
       if (cut) {
-        const int32_t parts = static_cast<int32_t>((length[s] + part_tokens - 1) / part_tokens);
+        const int32_t parts = static_cast<int32_t>((seen + part_tokens - 1) / part_tokens);
         for (int32_t part = 0; part < parts; ++part)
           items.push_back({static_cast<int32_t>(s), static_cast<int32_t>(h), 0, static_cast<int32_t>(total_rows),
-                           static_cast<int32_t>(part * part_tokens),
-                           static_cast<int32_t>(std::min<int64_t>((part + 1) * part_tokens, length[s])),
+                           static_cast<int32_t>(begin + part * part_tokens),
+                           static_cast<int32_t>(std::min<int64_t>(begin + (part + 1) * part_tokens, length[s])),
                            static_cast<int32_t>(groups.size()), part});
         groups.push_back({parts, parts, partial_size});
         partial_size += parts * total_rows * (dim + 2);
@@ -158,9 +167,11 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
       // The last rows see the most tokens: begin with them, so that short items fill up the end.
       for (int64_t first = (total_rows - 1) / kTileRows * kTileRows; first >= 0; first -= kTileRows) {
         const int64_t count = std::min<int64_t>(kTileRows, total_rows - first);
+        const int64_t position = length[s] - queries + first / group_heads;
         const int64_t last = length[s] - queries + (first + count - 1) / group_heads + 1;
         items.push_back({static_cast<int32_t>(s), static_cast<int32_t>(h), static_cast<int32_t>(first),
-                         static_cast<int32_t>(count), 0, static_cast<int32_t>(last), -1, 0});
+                         static_cast<int32_t>(count), static_cast<int32_t>(first_seen(position)),
+                         static_cast<int32_t>(last), -1, 0});
       }
     }
   }
@@ -171,7 +182,7 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   if (items.empty()) return out;
   std::vector<float> partial(partial_size);
   active->attend({q.const_data_ptr<float>(), q.stride(0), out.data_ptr<float>(), cache, heads, start, length, row,
-                  tables, max_blocks, static_cast<float>(scale), items.data(), static_cast<int64_t>(items.size()),
+                  tables, max_blocks, static_cast<float>(scale), window, static_cast<float>(soft_cap), items.data(), static_cast<int64_t>(items.size()),
                   groups.data(), partial.data()},
                  threads());
   return out;

@@ -110,7 +110,7 @@ TORCH_LIBRARY(nanoserve, m) {
       "Tensor(b!) v_cache, Tensor slots) -> Tensor");
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
-      "Tensor block_tables, Tensor rows, float scale) -> Tensor");
+      "Tensor block_tables, Tensor rows, float scale, int window=0, float soft_cap=0.0) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, int n, Tensor? bias) -> Tensor");
   m.def("quantized_linear(Tensor x, Tensor data, Tensor scale, int n, bool gated, Tensor? bias) -> Tensor");
   m.def(

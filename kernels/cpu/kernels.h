@@ -65,6 +65,8 @@ struct Attention {
   const int32_t* block_tables;
   int64_t max_blocks;
   float scale;
+  int64_t window;  // tokens that a row sees at most, its own included; 0: all
+  float soft_cap;  // scores are bounded by it; 0: they are not
   const Item* items;
   int64_t num_items;
   Group* groups;

@@ -281,6 +281,56 @@ def test_chunks_give_the_whole_prompts_answer(isa):
         torch.testing.assert_close(got, expected[first:last], rtol=1e-5, atol=2e-6)
 
 
+WINDOWED = ([1, 17, 100, 130, 33, 260, 1500, 900], [1, 17, 0, 40, 2, 1, 3, 200])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "group", "head_dim", "block_size"),
+    [
+        (0, 2.0, 1, 64, 16),
+        (1, 0.0, 3, 16, 48),
+        (16, 0.0, 8, 80, 128),
+        (65, 2.0, 2, 256, 16),
+        (600, 50.0, 9, 64, 256),
+        (5000, 0.0, 1, 128, 32),
+    ],
+)
+def test_cpu_backend_with_window_and_soft_cap_equals_torch_backend(
+    isa, dtype, window, soft_cap, group, head_dim, block_size
+):
+    shape = (group, 1, head_dim, block_size)
+    backend, plain = CpuBackend(kv_dtype=dtype), TorchBackend(kv_dtype=dtype)
+    got, expected = (
+        b.attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.3, window, soft_cap)
+        for b, batch in ((b, paged_batch(b, *WINDOWED, *shape)) for b in (backend, plain))
+    )
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_pages_wholly_before_the_window_are_not_read(isa):
+    batch = paged_batch(CpuBackend(), [700, 400], [1, 60], 4, 2, 64, 16)
+    m = batch.metadata
+    clean = CpuBackend().attend(batch.q, batch.k_cache, batch.v_cache, m, 0.125, 70)
+    for sequence, kept in ((0, 700 - 70), (1, 400 - 60 - 69)):
+        gone = m.block_tables[m.rows[sequence], : kept // 16].long()
+        batch.v_cache[gone] = float("nan")
+    assert torch.equal(CpuBackend().attend(batch.q, batch.k_cache, batch.v_cache, m, 0.125, 70), clean)
+
+
+def test_a_windowed_prompt_in_chunks_gives_the_whole_prompts_answer(isa):
+    backend = CpuBackend()
+    whole = paged_batch(backend, [300], [300], 6, 2, 64, 16)
+    m = whole.metadata
+    expected = backend.attend(whole.q, whole.k_cache, whole.v_cache, m, 0.125, 100, 3.0)
+    for first in range(0, 300, 37):
+        last = min(first + 37, 300)
+        m.query_start = torch.tensor([0, last - first], dtype=torch.int32)
+        m.seq_lens = torch.tensor([last], dtype=torch.int32)
+        got = backend.attend(whole.q[first:last], whole.k_cache, whole.v_cache, m, 0.125, 100, 3.0)
+        torch.testing.assert_close(got, expected[first:last], rtol=1e-5, atol=2e-6)
+
+
 def test_nan_in_a_query_stays_in_its_row(isa):
     batch = paged_batch(CpuBackend(), [40, 700], [3, 1], 4, 2, 64, 16)
     clean = attend(CpuBackend(), batch)
