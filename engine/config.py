@@ -26,7 +26,7 @@ class EngineConfig:
     quantization: int8 computes weights and activations in 8 bits, on a CPU alone (docs/quantization.md); none, or
         None, keeps what the checkpoint holds; auto is int8 on a CPU unless `dtype` is given.
     kv_cache_dtype: what the KV cache stores; auto is int8 where auto made the weights so, else the type of the
-        activations.
+        activations; fp8 is float8 e4m3.
     max_model_len: longest prompt plus output, tokens; by default what the model was trained for.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.
     kv_cache_memory_bytes: KV cache size in bytes, instead of the share above; on a CPU the default is a
@@ -46,7 +46,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "int8", "none"] | None = "auto"
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -88,7 +88,7 @@ class EngineConfig:
         for name, allowed in (
             ("load_format", ("auto", "dummy")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
-            ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8")),
+            ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8", "fp8")),
             ("device", ("auto", "cpu", "cuda")),
         ):
             if getattr(self, name) not in allowed:

@@ -13,6 +13,14 @@ from kernels import cpu_ops
 
 logger = logging.getLogger(__name__)
 
+_KV_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -43,7 +51,7 @@ def choose_precision(config: EngineConfig, model_config: ModelConfig, device: to
     Raises `ConfigError` if int8 is asked for where it does not run.
     """
     dtype = _dtype(config, model_config, device)
-    kv_dtype = None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    kv_dtype = _KV_DTYPES[config.kv_cache_dtype]
     if config.quantization == "int8" and (device.type != "cpu" or dtype != torch.float32):
         raise ConfigError(f"quantization int8 is for a CPU and float32 activations, not for {device} and {dtype}")
     if config.quantization == "int8":

@@ -9,6 +9,9 @@ from torch import Tensor
 from kernels.attention.metadata import AttentionMetadata
 from kernels.rotary import apply_rotary
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
 
 class AttentionBackend(ABC):
     """Chosen before the block pool exists, since it decides which block sizes there can be.
@@ -16,8 +19,8 @@ class AttentionBackend(ABC):
     name: for logs and settings.
     default_block_size: tokens a block where nobody asked for a size.
     reason: why this backend was chosen, one clause for one log line.
-    kv_dtype: what the cache stores, float32, bfloat16, float16 or int8; None: the model's own type. int8 has a scale
-        for each token and KV head of K and of V, which lies in the cache beside the values.
+    kv_dtype: what the cache stores, float32, bfloat16, float16, int8 or float8_e4m3fn; None: the model's own type. The
+        two of 8 bits have a scale for each token and KV head of K and of V, which lies in the cache beside the values.
     """
 
     name: ClassVar[str]
@@ -95,5 +98,5 @@ class AttentionBackend(ABC):
 
 
 def scale_width(dtype: torch.dtype) -> int:
-    """Elements that a token's scale takes beside its head_dim values: a float32 in int8, else none."""
-    return 4 if dtype is torch.int8 else 0
+    """Elements that a token's scale takes beside its head_dim values: a float32 in int8 and fp8, else none."""
+    return 4 if dtype in (torch.int8, FP8) else 0

@@ -3,11 +3,11 @@
 import torch
 
 from kernels import cpu_ops
-from kernels.attention.backend import AttentionBackend
+from kernels.attention.backend import FP8, AttentionBackend
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention.torch_backend import TorchBackend
 
-KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, FP8)
 
 
 def select_backend(
@@ -25,7 +25,7 @@ def select_backend(
     Raises `ValueError` for a block size or a `kv_dtype` that no backend supports.
     """
     if kv_dtype not in (None, *KV_CACHE_DTYPES):
-        raise ValueError(f"the KV cache can be float32, bfloat16, float16 or int8, got {kv_dtype}")
+        raise ValueError(f"the KV cache can be float32, bfloat16, float16, int8 or float8_e4m3fn, got {kv_dtype}")
     if block_size < 0:
         raise ValueError(
             f"block_size must be 0 (the backend's choice), a multiple of 16 for the fast CPU backend, or any size from "

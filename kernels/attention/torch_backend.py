@@ -7,14 +7,14 @@ every block size; slow, since it works sequence by sequence.
 import torch
 from torch import Tensor
 
-from kernels.attention.backend import AttentionBackend, scale_width
+from kernels.attention.backend import FP8, FP8_MAX, AttentionBackend, scale_width
 from kernels.attention.metadata import AttentionMetadata
-from kernels.quantized_linear import quantize
+from kernels.quantized_linear import TINY, quantize
 from kernels.zeros import lazy_zeros
 
 
 class TorchBackend(AttentionBackend):
-    """K and V: [num_blocks, block_size, kv_heads, head_dim], in int8 4 more, the bytes of a float32 scale."""
+    """K and V: [num_blocks, block_size, kv_heads, head_dim], in 8 bits 4 more, the bytes of a float32 scale."""
 
     name = "torch"
     default_block_size = 16
@@ -38,8 +38,10 @@ class TorchBackend(AttentionBackend):
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         kept = slots >= 0
         where = slots[kept]
-        k_cache.flatten(0, 1)[where] = _stored(k[kept], k_cache.dtype)
-        v_cache.flatten(0, 1)[where] = _stored(v[kept], v_cache.dtype)
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            stored = _stored(new[kept], cache.dtype)
+            # torch indexes no tensor of float8, so 8 bits are written as bytes.
+            _bytes(cache).flatten(0, 1)[where] = stored
 
     def attend(
         self,
@@ -59,24 +61,36 @@ class TorchBackend(AttentionBackend):
             if first == last:
                 continue
             blocks = metadata.block_tables[row, : -(-length // block_size)].long()
-            keys = _loaded(k_cache[blocks].flatten(0, 1)[:length])
-            values = _loaded(v_cache[blocks].flatten(0, 1)[:length])
+            keys, values = (
+                _loaded(_bytes(cache)[blocks].flatten(0, 1)[:length].view(cache.dtype)) for cache in (k_cache, v_cache)
+            )
             out[first:last] = causal_attention(q[first:last], keys, values, scale, window, soft_cap)
         return out
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype is not torch.int8:
+    if not scale_width(dtype):
         return x.to(dtype)
-    values, scale = quantize(x.float())
-    return torch.cat((values.to(torch.int8), scale.view(torch.int8)), dim=-1)
+    values, scale = _quantize_fp8(x.float()) if dtype is FP8 else quantize(x.float())
+    return torch.cat((values.to(dtype).view(torch.uint8), scale.view(torch.uint8)), dim=-1)
+
+
+def _bytes(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8) if scale_width(cache.dtype) else cache
 
 
 def _loaded(x: Tensor) -> Tensor:
-    if x.dtype is not torch.int8:
+    if not scale_width(x.dtype):
         return x
     scale = x[..., -4:].contiguous().view(torch.float32)
     return x[..., :-4].float() * scale
+
+
+def _quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: float32 [..., n] -> (values up to FP8_MAX, not yet rounded, scale [..., 1]); as `quantize` for int8."""
+    top = x.abs().amax(-1, keepdim=True)
+    inverse = torch.where(top > TINY, torch.full_like(top, FP8_MAX) / top, 0.0)
+    return x * inverse, top / FP8_MAX
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, soft_cap: float = 0.0) -> Tensor:
