@@ -28,6 +28,7 @@ class Job:
     index: of its choice in the answer.
     text_offset: characters of the choice's text before the output's. return_token_ids: whether deltas carry them.
     counts_prompt: whether the prompt counts in the usage: in that of one of its outputs.
+    scores_end: whether the EOS or stop token that ends the output has an entry too, after all text.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Job:
     text_offset: int = 0
     return_token_ids: bool = False
     counts_prompt: bool = True
+    scores_end: bool = False
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, for each token
@@ -151,8 +153,8 @@ class _Output:
         if text.stop_reason is not None:
             token_ids = token_ids[: text.num_tokens - before]
         if self._aligner is not None:
-            kept = min(len(visible), len(token_ids))
-            self._aligner.push(visible[:kept], delivery.logprobs[:kept])
+            scored = token_ids if job.scores_end else visible[: len(token_ids)]
+            self._aligner.push(scored, delivery.logprobs[: len(scored)])
             cut = text.stop_reason is not None
             entries = self._aligner.show(shown, end=reason is not None, cut=cut)
         return Delta(

@@ -102,7 +102,7 @@ class Service:
         each = children(await self._prepared(params, structure))
         if request.scores_prompt:  # each choice shows the scores, so none can do without them
             each = [replace(child, prompt_logprobs=params.prompt_logprobs) for child in each]
-        jobs = _jobs(form.id, request, prompts, each, [len(text) for text in echoes])
+        jobs = _jobs(form.id, request, prompts, each, [len(text) for text in echoes], scores_end=True)
         added = isinstance(request.prompt[0], str) and self._adds_bos
         assemblers: list[Assembler] = [
             Echo(echoes[job.index // len(each)]) if request.echo else PlainText() for job in jobs
@@ -201,6 +201,7 @@ def _jobs(
     prompts: Sequence[list[int]],
     each: Sequence[SamplingParams],
     text_offsets: Sequence[int] | None = None,
+    scores_end: bool = False,
 ) -> list[Job]:
     """For each prompt, one job for each of its outputs, in order."""
     single = len(prompts) * len(each) == 1
@@ -215,6 +216,7 @@ def _jobs(
             text_offset=text_offsets[at] if text_offsets else 0,
             return_token_ids=bool(request.return_token_ids),
             counts_prompt=child == 0,
+            scores_end=scores_end,
         )
         for at, prompt_ids in enumerate(prompts)
         for child, params in enumerate(each)

@@ -118,9 +118,9 @@ async def test_completions_have_their_own_form(scripted: Serve, tokenizer: Token
         events = await server.stream_complete("x", logprobs=2)
         plain = (await server.complete("x", logprobs=0)).json()["choices"][0]["logprobs"]
     logprobs = choice["logprobs"]
-    texts = [tokenizer.decode([i]) for i in script]
-    assert logprobs["tokens"] == texts
-    assert logprobs["token_logprobs"] == [-1.5] * len(script)
+    texts = [tokenizer.decode([i], False) for i in [*script, EOS_ID]]
+    assert logprobs["tokens"] == texts, "as many as completion_tokens: what ended the text is one of them"
+    assert logprobs["token_logprobs"] == [-1.5] * len(texts)
     assert logprobs["text_offset"] == [len("".join(texts[:i])) for i in range(len(texts))]
     assert all(texts[i] in logprobs["top_logprobs"][i] for i in range(len(texts)))
     assert plain["top_logprobs"] == [{text: -1.5} for text in texts]
@@ -161,6 +161,19 @@ async def test_an_echoed_prompt_is_scored_as_transformers_does(
             parts = [chunk["choices"][0]["logprobs"] for chunk in events.chunks if chunk["choices"][0]["logprobs"]]
             assert [token for part in parts for token in part["tokens"]] == logprobs["tokens"]
         await server.idle()
+
+
+async def test_an_end_right_after_an_echoed_prompt_has_its_entry(scripted: Serve, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("some text")
+    async with scripted([EOS_ID]) as server:
+        body = {"echo": True, "logprobs": 1, "max_tokens": 1}
+        choice = (await server.complete("some text", **body)).json()["choices"][0]
+        events = await server.stream_complete("some text", **body)
+    assert (choice["text"], choice["finish_reason"]) == ("some text", "stop")
+    assert all(len(entries) == len(ids) + 1 for entries in choice["logprobs"].values())
+    assert choice["logprobs"]["text_offset"][-1] == len("some text")
+    parts = [chunk["choices"][0]["logprobs"] for chunk in events.chunks if chunk["choices"][0]["logprobs"]]
+    assert [token for part in parts for token in part["tokens"]] == choice["logprobs"]["tokens"]
 
 
 async def test_several_prompts_are_scored_apart(real: Serve) -> None:
