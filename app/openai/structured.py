@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from app.openai.closed_schema import closed
 from app.openai.model import RequestModel
 from engine.errors import InvalidRequestError
-from engine.structured_output import StructuredOutputSpec, validate
+from engine.json_schema import parse_schema
+from engine.structured_output import MAX_BYTES, StructuredOutputSpec, validate
 
 MAX_CHOICES = 4096
 
@@ -106,12 +108,26 @@ class Structure:
         Raises `InvalidRequestError` that names the request's own field.
         """
         try:
-            spec = StructuredOutputSpec(**self._options())
+            options = self._options()
+            if isinstance(schema := options.get("json_schema"), str):
+                options["json_schema"] = _closed(schema)
+            spec = StructuredOutputSpec(**options)
             validate(spec)
         except InvalidRequestError as error:
             error.param = self.param
             raise
         return spec
+
+
+def _closed(text: str) -> str:
+    """The text of a schema with its objects closed; unchanged if it is none, which `validate` tells of."""
+    if len(text) > MAX_BYTES:
+        return text
+    try:
+        changed = json.dumps(closed(parse_schema(text)))
+    except (ValueError, RecursionError):
+        return text
+    return changed if len(changed) <= MAX_BYTES else text
 
 
 def of_schema(schema: dict[str, Any]) -> dict[str, Any]:

@@ -32,14 +32,18 @@ class ToolParser(StreamParser):
     White space next to a call goes with it.
     """
 
-    needs_special_tokens = False
-    """Whether the marks of a call are special tokens, which must then not be left out of the text."""
+    special_marks: tuple[str, ...] = ()
+    """Those marks of a call that are special tokens, which must then not be left out of the text: not before this."""
 
     def __init__(self, tools: Collection[str]) -> None:
         super().__init__()
         self.tools = tools
         self._space = ""
         self._after_call = False
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        return bool(self.special_marks)
 
     def emit(self, event: Event) -> None:
         if isinstance(event, CallStart):
@@ -94,14 +98,17 @@ class ToolParser(StreamParser):
         """Read what begins with a marker. Raises `MalformedError`."""
 
     def attempt(self, steps: Steps) -> Steps:
-        """Run `steps`; what they have read and not told of is content if they fail."""
+        """Run `steps`; what they have read and not told of is content if they fail, but for special tokens."""
         reader = self.reader
         reader.keep = reader.position
         try:
             yield from steps
         except MalformedError:
             if reader.keep is not None:
-                self.content(reader.text[reader.keep : reader.position])
+                text = reader.text[reader.keep : reader.position]
+                for mark in self.special_marks:
+                    text = text.replace(mark, "")
+                self.content(text)
         reader.keep = None
 
     def call_object(self, *, known_only: bool = False) -> Steps:

@@ -26,7 +26,7 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """`{"name": ..., "parameters": {...}}`, several with `;` between, perhaps after `<|python_tag|>`: Llama 3."""
 
-    needs_special_tokens = True
+    special_marks = ("<|python_tag|>",)
 
     def markers(self) -> tuple[str, ...]:
         return ("<|python_tag|>", "{")
@@ -43,7 +43,7 @@ class LlamaParser(ToolParser):
 class MistralParser(ToolParser):
     """`[TOOL_CALLS] [{...}, {...}]`, or `[TOOL_CALLS]name{...}`, or `[TOOL_CALLS]name[ARGS]{...}`: Mistral."""
 
-    needs_special_tokens = True
+    special_marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def markers(self) -> tuple[str, ...]:
         return ("[TOOL_CALLS]",)
@@ -103,7 +103,14 @@ class PythonicParser(ToolParser):
         yield from self._expect("]")
 
 
-class ArrayParser(ToolParser):
+class ConstrainedParser(ToolParser):
+    """For output that a grammar holds to calls: what the limit cuts off of one is not text for the person who asked."""
+
+    def content(self, text: str) -> None:
+        pass
+
+
+class ArrayParser(ConstrainedParser):
     """The whole output is a list of calls: what `tool_choice: "required"` constrains it to."""
 
     def markers(self) -> tuple[str, ...]:
@@ -113,7 +120,7 @@ class ArrayParser(ToolParser):
         yield from self.call_array(known_only=True)
 
 
-class ArgumentsParser(ToolParser):
+class ArgumentsParser(ConstrainedParser):
     """The whole output is the arguments of one function: what naming it in `tool_choice` constrains it to."""
 
     def markers(self) -> tuple[str, ...]:
@@ -124,9 +131,6 @@ class ArgumentsParser(ToolParser):
         self.emit(CallStart(name))
         yield from json_stream.value(self.reader, self._write)
         self.emit(CallEnd())
-        while (yield from self.reader.fill()):
-            self.content(self.reader.rest)
-            self.reader.position += len(self.reader.rest)
 
 
 PARSERS: dict[str, type[ToolParser]] = {

@@ -5,17 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
+from app.openai.closed_schema import Schema, closed
 from app.openai.model import RequestModel
 
 MAX_TOOLS = 128
-
-Schema = dict[str, Any]
-
-_SAY_MORE = frozenset(
-    ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties",
-     "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "const", "enum")
-)  # fmt: skip
-"""Keywords beside which `properties` is not the whole list."""
 
 _NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -29,14 +22,10 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = None
 
     def arguments_schema(self) -> Schema:
-        """Arguments are an object, whether the schema says so or not, of the properties that it names.
-
-        JSON Schema would allow others too, and a small model would write them until its limit.
-        """
+        """Arguments are an object, whether the schema says so or not, of the properties that it names."""
         if self.parameters is None:
             return _NO_PARAMETERS
-        schema: Schema = {"type": "object"} | self.parameters
-        return schema if schema.keys() & _SAY_MORE else schema | {"additionalProperties": False}
+        return closed({"type": "object"} | self.parameters)
 
 
 class Tool(RequestModel):

@@ -139,11 +139,7 @@ def test_line_breaks_in_strings_are_escaped() -> None:
         ("hermes", '<tool_call>{"name": "now'),
         ("hermes", "a < b <tool_cal"),
         ("llama3_json", 'The set {1, 2} and {"name": "Bob", "age": 5}, {"name": "Bob", "parameters": {}} {'),
-        ("llama3_json", "<|python_tag|>print(1)"),
         ("llama3_json", "{{{{"),
-        ("mistral", "[TOOL_CALLS] nothing"),
-        ("mistral", "[TOOL_CALLS]"),
-        ("mistral", "[TOOL_CALLS][]"),
         ("pythonic", "[1, 2] and [rm(a=1)] and [get_weather('Paris')] [now(**x)] [add(a=f(1))] [add(a=1e999)] [add(a="),
         ("pythonic", '[add(a="\\ud83d")] [add(a=1'),
         ("pythonic", "[[[[get_weather"),
@@ -152,6 +148,20 @@ def test_line_breaks_in_strings_are_escaped() -> None:
 )  # fmt: skip
 def test_what_is_no_call_is_content_and_nothing_of_it_is_lost(name: str, text: str) -> None:
     assert parse(name, text) == Output(content=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("llama3_json", "<|python_tag|>print(1)", "print(1)"),
+        ("mistral", "[TOOL_CALLS] nothing", " nothing"),
+        ("mistral", "Let me see.[TOOL_CALLS]", "Let me see."),
+        ("mistral", "[TOOL_CALLS][]", "[]"),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]abc[ARGS]", "nowabc"),
+    ],
+)
+def test_special_tokens_of_what_is_no_call_are_no_content(name: str, text: str, content: str) -> None:
+    assert parse(name, text) == Output(content=content)
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -184,7 +194,7 @@ def test_a_call_that_is_cut_is_never_whole(name: str) -> None:
         assert all(not done or json.loads(arguments) for _, _, done in output.calls)
         assert arguments in text[:end]
         if not output.calls:
-            assert output.content == text[:end]
+            assert output.content == text[:end].replace("[TOOL_CALLS]", "")
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -313,3 +323,11 @@ def test_a_call_in_a_thought_is_none() -> None:
         reader = OutputReader(ThinkParser(False, MISTRAL_THINK), PARSERS["mistral"](TOOLS))
         assert reader.needs_special_tokens
         assert read(reader, text, cuts) == Output("Yes.", "Say [TOOL_CALLS]now{}?", [["now", "{}", True]])
+
+
+@pytest.mark.parametrize("parser", [ArrayParser(("add", "now")), ArgumentsParser(("add",))])
+def test_of_a_demanded_call_nothing_is_content(parser: OutputParser) -> None:
+    text = '[{"name": "add", "parameters": {"a": 1}}, {"name": "no' if isinstance(parser, ArrayParser) else '{"a": 1'
+    output = read(parser, text, list(range(len(text))))
+    assert output.content == ""
+    assert [name for name, *_ in output.calls] == ["add"]
