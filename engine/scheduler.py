@@ -9,16 +9,12 @@ and what it had is found again in the prefix cache or recomputed.
 A step may be planned while others are in flight (planned, not committed): a sampled token that is not known yet is
 planned for as PENDING. What ended meanwhile keeps its row and blocks until the last step that names it is settled.
 
-The order of service is first come, first served, with a head start of PRIORITY_S a level of priority. So a request
-that has waited long enough is ahead of every newcomer, whatever its priority: none starves.
-
 A request whose choices depend on its last token (`Request.needs_last_token`) is left out of a step that would be
 planned ahead of it, and goes on when that is known.
 
 Pure bookkeeping on numpy arrays: no torch, no model; `commit` takes the sampled token ids.
 """
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,11 +27,10 @@ from engine.logprobs import hand_out
 from engine.outputs import Finished, FinishReason, StepOutput
 from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
+from engine.running import Running
 from engine.step import Ints, StepPlan, StepResult
-from engine.streak import MAX_ROWS, Streak
-
-PRIORITY_S = 60.0
-"""Seconds of waiting that one level of priority is worth."""
+from engine.streak import Streaks
+from engine.waiting import Entry, WaitingQueue
 
 MAX_SKIPPED = 16
 """Waiting requests passed over in one step because their next block is being computed by another."""
@@ -65,15 +60,11 @@ class Scheduler:
         self._plans = PlanBuilder(self.batch)
         self.requests: dict[str, Request] = {}
         self._clock = clock
-        self._waiting: list[tuple[float, int, Request]] = []  # heap by (rank, arrival); aborted ones stay until met
-        self._num_waiting = 0
-        self._running: list[Request] = []  # in order of admission
-        self._order: Ints | None = None  # their rows; None when the list has changed
+        self._waiting = WaitingQueue()
+        self._running = Running(self.batch, self.blocks, self._plans)
         self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
-        self._last_decode: StepPlan | None = None  # the last step, if every running request decoded in it
-        self._streak: Streak | None = None
+        self._streaks = Streaks(self.batch)
         self._ending: list[Request] = []  # ended, but named by a step in flight
-        self._arrivals = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
@@ -83,13 +74,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Its length has been checked against `max_total_tokens`."""
-        self._arrivals += 1
-        request.arrival = self._arrivals
-        request.rank = self._clock() + PRIORITY_S * request.priority
         if self.blocks.enable_prefix_caching:
             request.extend_hashes(request.token_ids, self.block_size, len(request.token_ids) // self.block_size)
         self.requests[request.request_id] = request
-        self._wait(request)
+        self._waiting.arrive(request, self._clock())
 
     def abort(self, request_id: str) -> Finished | None:
         """End a request wherever it is; None if there is no such request (any more)."""
@@ -110,13 +98,13 @@ class Scheduler:
         num_known = len(request.token_ids)
         if request.status is Status.RUNNING:
             num_known = int(self.batch.num_known[request.row])
-            self._stop_running(request)
+            self._running.stop(request)
             if self.batch.in_flight[request.row]:
                 self._ending.append(request)
             else:
-                self._release(request)
+                self._running.release(request)
         else:
-            self._num_waiting -= 1
+            self._waiting.left()
         request.status = Status.FINISHED
         return Finished(
             request_id=request_id,
@@ -134,19 +122,20 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return len(self._waiting)
 
     @property
     def is_prefilling(self) -> bool:
         """Whether a running request has more than its newest token to compute."""
         self._end_streak()
-        rows = self._rows()
+        rows = self._running.rows()
         return bool((self.batch.num_tokens[rows] - self.batch.num_computed[rows] > 1).any())
 
     def slots_used(self) -> int:
         """KV slots in live blocks that hold a token. Only a request's last block, its own alone, can be part empty."""
-        rows = self._rows()
-        computed = self.batch.num_computed[rows] if self._streak is None else self._streak.num_computed
+        rows = self._running.rows()
+        streak = self._streaks.current
+        computed = self.batch.num_computed[rows] if streak is None else streak.num_computed
         filled = np.maximum(computed, self.batch.num_reused[rows])
         empty = self.batch.num_blocks[rows].sum() * self.block_size - filled.sum()
         return self.blocks.num_live * self.block_size - int(empty)
@@ -159,11 +148,10 @@ class Scheduler:
         `commit` or `fail` must follow for each plan, in order.
         """
         batch = self.batch
-        if self._streak is not None or self._may_begin_streak():
-            plan = self._go_on_with_streak()
-            if plan is not None:
-                return plan
-        rows = self._rows()
+        plan = self._quiet_plan()
+        if plan is not None:
+            return plan
+        rows = self._running.rows()
         computed = batch.num_computed[rows]
         counts, budget = self._share_budget(rows, computed)
         preemptions = self.num_preemptions
@@ -172,7 +160,7 @@ class Scheduler:
         if self.num_preemptions > preemptions:
             rows, counts = rows[batch.alive[rows]], counts[batch.alive[rows]]
         # What was just preempted would only come back to be preempted again.
-        elif self._num_waiting and budget > 0 and batch.num_free_rows:
+        elif self._waiting and budget > 0 and batch.num_free_rows:
             rows, counts = self._admit(rows, computed, counts, budget)
         if not counts.all():
             rows, counts = rows[counts > 0], counts[counts > 0]
@@ -180,15 +168,15 @@ class Scheduler:
             return None
         plan = self._plans.plan(rows, counts, in_flight=bool(self._in_flight))
         self._advance(plan, plan.seq_lens - counts)
-        all_decode = plan.rows is self._order and plan.num_tokens == len(plan.sample) == len(rows)
-        self._last_decode = plan if all_decode else None
+        all_decode = plan.rows is self._running.order and plan.num_tokens == len(plan.sample) == len(rows)
+        self._streaks.last_decode = plan if all_decode else None
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in the oldest step's result. Returns the tokens and the requests that ended."""
         batch = self.batch
-        if self._streak is not None:
-            output = self._streak.take(result.token_ids)
+        if self._streaks.current is not None:
+            output = self._streaks.current.take(result.token_ids)
             if output is not None:
                 self.num_generated_tokens += len(output.token_ids)
                 return output
@@ -201,7 +189,7 @@ class Scheduler:
             for row, begin, end in zip(
                 plan.rows[done].tolist(), first[done].tolist(), last[done].tolist(), strict=True
             ):
-                self._register(row, begin, end)
+                self._running.register(row, begin, end)
         some_ended = bool(self._ending)  # while this step was in flight
         self._settle(plan)
 
@@ -256,44 +244,29 @@ class Scheduler:
         while self._in_flight:
             self._settle(self._in_flight[0][0])
         failed = [self.finish(request_id, FinishReason.ERROR, error=error) for request_id in ids]
-        for request in list(self._running):
+        for request in list(self._running.requests):
             self._start_again(request)
         return [finished for finished in failed if finished is not None]
 
     # -- quiet steps, see `engine.streak` -----------------------------------------------------------------------
 
-    def _may_begin_streak(self) -> bool:
-        batch = self.batch
-        return (
-            self._last_decode is not None
-            and self._last_decode.rows is self._order  # nobody has come or gone
-            and len(self._last_decode.rows) <= MAX_ROWS
-            and not (self._in_flight or self._num_waiting or batch.num_held or batch.extras.num_users)
-        )
-
-    def _go_on_with_streak(self) -> StepPlan | None:
-        """The next plan of the streak, which begins here if there is none; None when there is none to be had."""
-        if self._num_waiting or (self._streak is not None and self._streak.plan is not None):
-            self._end_streak()
-            return None
-        if self._streak is None:
-            assert self._last_decode is not None
-            num_steps = Streak.length(self.batch, self._last_decode.rows)
-            if num_steps < 2:
+    def _quiet_plan(self) -> StepPlan | None:
+        streaks = self._streaks
+        if streaks.current is None:
+            if self._in_flight or self._waiting or not streaks.may_begin(self._running.order):
                 return None
-            self._streak = Streak(self.batch, self._last_decode, num_steps)
-        plan = self._streak.next()
+            return streaks.begin()
+        # A newcomer must be looked at, and one plan of a streak is out at a time.
+        plan = None if self._waiting or streaks.current.plan is not None else streaks.current.next()
         if plan is None:
             self._end_streak()
         return plan
 
     def _end_streak(self) -> None:
-        if self._streak is not None:
-            streak, self._streak = self._streak, None
-            self._last_decode = None
-            streak.write_back()
-            if streak.plan is not None:
-                self._in_flight.append((streak.plan, set()))
+        if self._streaks.current is not None:
+            plan = self._streaks.end()
+            if plan is not None:
+                self._in_flight.append((plan, set()))
 
     # -- inside a step ------------------------------------------------------------------------------------------
 
@@ -332,61 +305,31 @@ class Scheduler:
             request = self.batch.requests[row]
             if request is None:  # preempted for a request before it
                 continue
-            while request.status is Status.RUNNING and not self._fill(request, num_blocks):
+            while request.status is Status.RUNNING and not self._running.fill(request, num_blocks):
                 if self._in_flight:
                     return False
-                self._start_again(max(self._running, key=lambda r: (r.rank, r.arrival)))
+                self._start_again(self._running.last_in_service())
                 self.num_preemptions += 1
         return True
 
-    def _fill(self, request: Request, num_blocks: int) -> bool:
-        """Bring a request's table to `num_blocks`; False when the pool has no more."""
-        while len(request.blocks) < num_blocks:
-            block = self.blocks.allocate()
-            if block is None:
-                return False
-            self._hold(request, block)
-        return True
-
-    def _hold(self, request: Request, block: int) -> None:
-        self._plans.add_block(request.row, len(request.blocks), block)
-        request.blocks.append(block)
-
     def _start_again(self, request: Request) -> None:
         """Take everything from a running request but its tokens, and let it wait."""
-        self._stop_running(request)
-        self._release(request)
+        self._running.stop(request)
+        self._running.release(request)
         request.forget_scores()
-        self._wait(request)
-
-    def _stop_running(self, request: Request) -> None:
-        self._running.remove(request)
-        self._order = None
-        self.batch.alive[request.row] = False
-
-    def _release(self, request: Request) -> None:
-        """Give back the request's row and blocks."""
-        self._plans.remove_row(request.row)
-        self.batch.remove(request)
-        self.blocks.release(request.blocks)
-        request.blocks = []
-
-    def _wait(self, request: Request) -> None:
-        request.status = Status.WAITING
-        heapq.heappush(self._waiting, (request.rank, request.arrival, request))
-        self._num_waiting += 1
+        self._waiting.push(request)
 
     def _admit(self, rows: Ints, computed: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints]:
         """Start waiting requests beside the running `rows`; returns rows and counts with theirs."""
         new_rows, new_counts = [], []
-        computing = self._being_computed(rows, computed, computed + counts)
+        computing = self._running.being_computed(rows, computed, computed + counts)
         computing.update(*(digests for _, digests in self._in_flight))
-        skipped: list[tuple[float, int, Request]] = []
-        while self._waiting and self.batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
-            entry = heapq.heappop(self._waiting)
+        skipped: list[Entry] = []
+        while self.batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
+            entry = self._waiting.pop()
+            if entry is None:
+                break
             request = entry[2]
-            if request.status is not Status.WAITING:
-                continue
             scored = request.prompt_logprobs is not None  # so each of its tokens must be computed
             hits = [] if scored else self.blocks.lookup(request.hashes)
             if not scored and len(hits) < len(request.hashes) and request.hashes[len(hits)] in computing:
@@ -403,27 +346,16 @@ class Scheduler:
             new_rows.append(request.row)
             new_counts.append(count)
             budget -= count
-            self._fill(request, -(-(start + count) // self.block_size))
+            self._running.fill(request, -(-(start + count) // self.block_size))
             computing.update(request.hashes[len(hits) : (start + count) // self.block_size])
         for entry in skipped:
-            heapq.heappush(self._waiting, entry)
+            self._waiting.put_back(entry)
         if not new_rows:
             return rows, counts
         return (
             np.concatenate((rows, np.array(new_rows, dtype=np.int32))),
             np.concatenate((counts, np.array(new_counts, dtype=np.int32))),
         )
-
-    def _being_computed(self, rows: Ints, start: Ints, end: Ints) -> set[bytes]:
-        """Digests of the blocks that `rows` complete on their way from `start` to `end` tokens, as far as known."""
-        computing: set[bytes] = set()
-        first = start // self.block_size
-        last = np.minimum(end // self.block_size, self.batch.num_hashes[rows])
-        for i in np.flatnonzero(last > first).tolist():
-            request = self.batch.requests[rows[i]]
-            assert request is not None
-            computing.update(request.hashes[first[i] : last[i]])
-        return computing
 
     def _fits(self, total: int, hits: list[int]) -> bool:
         """Whether all of a request's tokens find room, with a block to spare for each that already runs.
@@ -434,38 +366,17 @@ class Scheduler:
         return needed + len(self._running) <= self.blocks.num_available
 
     def _start(self, request: Request, hits: list[int], reused: int, start: int) -> None:
-        self._num_waiting -= 1
-        request.status = Status.RUNNING
-        row = self.batch.add(request, reused, start)
-        self._plans.add_row(row)
-        self.blocks.take(hits)
-        for block in hits:
-            self._hold(request, block)
+        self._waiting.left()
+        self._running.start(request, hits, reused, start)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(reused, request.num_prompt)
             self.num_prompt_tokens += request.num_prompt
             self.num_cached_prompt_tokens += request.num_cached_tokens
-        self._running.append(request)
-        self._order = None
-
-    def _register(self, row: int, first: int, last: int) -> None:
-        """Make blocks `first` to `last` of a row findable, now that their KV is written."""
-        request = self.batch.requests[row]
-        assert request is not None
-        request.extend_hashes(self.batch.tokens[row], self.block_size, last)
-        self.batch.num_hashes[row] = len(request.hashes)
-        for i in range(first, last):
-            self.blocks.register(request.blocks[i], request.hashes[i])
-
-    def _rows(self) -> Ints:
-        if self._order is None:
-            self._order = np.array([request.row for request in self._running], dtype=np.int32)
-        return self._order
 
     def _advance(self, plan: StepPlan, start: Ints) -> None:
         """Take the plan's effect for granted, so that the next one can be made. start: tokens computed before it."""
         batch = self.batch
-        computing = self._being_computed(plan.rows, start, plan.seq_lens)
+        computing = self._running.being_computed(plan.rows, start, plan.seq_lens)
         batch.num_computed[plan.rows] = plan.seq_lens
         batch.in_flight[plan.rows] += 1
         rows, positions = plan.rows[plan.sample], plan.seq_lens[plan.sample]
@@ -484,5 +395,5 @@ class Scheduler:
                 if self.batch.in_flight[request.row]:
                     still.append(request)
                 else:
-                    self._release(request)
+                    self._running.release(request)
             self._ending = still

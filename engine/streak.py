@@ -90,3 +90,41 @@ class Streak:
         if self.plan is not None:
             batch.tokens[rows, self._seq_lens] = PENDING
             batch.in_flight[rows] += 1
+
+
+class Streaks:
+    """The streak there is, if there is one, and what the next would go on from.
+
+    last_decode: the last plan of the general path, if every running request decoded in it.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self.last_decode: StepPlan | None = None
+        self.current: Streak | None = None
+
+    def may_begin(self, order: Ints | None) -> bool:
+        """order: the running rows, the very array of the last plan if nobody has come or gone."""
+        last, batch = self.last_decode, self._batch
+        return (
+            last is not None
+            and last.rows is order
+            and len(last.rows) <= MAX_ROWS
+            and not (batch.num_held or batch.extras.num_users)
+        )
+
+    def begin(self) -> StepPlan | None:
+        """The first plan of a streak; None when it would be too short to be worth it."""
+        assert self.last_decode is not None
+        num_steps = Streak.length(self._batch, self.last_decode.rows)
+        if num_steps < 2:
+            return None
+        self.current = Streak(self._batch, self.last_decode, num_steps)
+        return self.current.next()
+
+    def end(self) -> StepPlan | None:
+        """Write back what happened in the streak; returns the plan that is out."""
+        streak, self.current, self.last_decode = self.current, None, None
+        assert streak is not None
+        streak.write_back()
+        return streak.plan

@@ -25,7 +25,7 @@ def quiet_engine(runner: ShadowRunner | ScriptedRunner | None = None, prompts: i
     engine = Engine(runner or ShadowRunner(block_size=16, eos_token_ids=()))
     for i in range(prompts):
         engine.add_request(str(i), tokens(16, i), params(60))
-    while scheduler_of(engine)._streak is None:
+    while scheduler_of(engine)._streaks.current is None:
         engine.step()
     engine.step()
     return engine
@@ -109,7 +109,7 @@ def test_gauges_are_true_inside_a_streak() -> None:
     stats = engine.stats()
     # Each has a prompt of 16 tokens and all outputs but the last, which is not computed yet.
     assert stats.slots_used == 2 * 16 + stats.generation_tokens - 2
-    assert scheduler_of(engine)._streak is not None, "looking changes nothing"
+    assert scheduler_of(engine)._streaks.current is not None, "looking changes nothing"
 
 
 def test_a_limit_inside_a_streak_is_met_exactly() -> None:

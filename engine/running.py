@@ -1,0 +1,91 @@
+"""The requests that run, and the rows and blocks that they hold."""
+
+import numpy as np
+
+from engine.batch import Batch
+from engine.block_manager import BlockManager
+from engine.plan_builder import PlanBuilder
+from engine.request import Request, Status
+from engine.step import Ints
+
+
+class Running:
+    """requests: in order of admission. order: their rows; None when the list has changed since `rows` was called.
+
+    What changes goes into `plans`, for the next plan to carry.
+    """
+
+    def __init__(self, batch: Batch, blocks: BlockManager, plans: PlanBuilder) -> None:
+        self.requests: list[Request] = []
+        self.order: Ints | None = None
+        self._batch = batch
+        self._blocks = blocks
+        self._plans = plans
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def rows(self) -> Ints:
+        if self.order is None:
+            self.order = np.array([request.row for request in self.requests], dtype=np.int32)
+        return self.order
+
+    def start(self, request: Request, hits: list[int], num_reused: int, num_computed: int) -> None:
+        """Give a request a row, with the blocks `hits` of the prefix cache."""
+        request.status = Status.RUNNING
+        self._plans.add_row(self._batch.add(request, num_reused, num_computed))
+        self._blocks.take(hits)
+        for block in hits:
+            self._hold(request, block)
+        self.requests.append(request)
+        self.order = None
+
+    def fill(self, request: Request, num_blocks: int) -> bool:
+        """Bring a request's table to `num_blocks`; False when the pool has no more."""
+        while len(request.blocks) < num_blocks:
+            block = self._blocks.allocate()
+            if block is None:
+                return False
+            self._hold(request, block)
+        return True
+
+    def _hold(self, request: Request, block: int) -> None:
+        self._plans.add_block(request.row, len(request.blocks), block)
+        request.blocks.append(block)
+
+    def stop(self, request: Request) -> None:
+        """It computes nothing more, but keeps its row and blocks until `release`: a step in flight may name them."""
+        self.requests.remove(request)
+        self.order = None
+        self._batch.alive[request.row] = False
+
+    def release(self, request: Request) -> None:
+        """Give back the row and the blocks of a request that was stopped."""
+        self._plans.remove_row(request.row)
+        self._batch.remove(request)
+        self._blocks.release(request.blocks)
+        request.blocks = []
+
+    def last_in_service(self) -> Request:
+        return max(self.requests, key=lambda request: (request.rank, request.arrival))
+
+    def register(self, row: int, first: int, last: int) -> None:
+        """Make blocks `first` to `last` of a row findable, now that their KV is written."""
+        request = self._batch.requests[row]
+        assert request is not None
+        request.extend_hashes(self._batch.tokens[row], self._batch.block_size, last)
+        self._batch.num_hashes[row] = len(request.hashes)
+        for i in range(first, last):
+            self._blocks.register(request.blocks[i], request.hashes[i])
+
+    def being_computed(self, rows: Ints, start: Ints, end: Ints) -> set[bytes]:
+        """Digests of the blocks that `rows` complete on their way from `start` to `end` tokens, as far as known."""
+        computing: set[bytes] = set()
+        size = self._batch.block_size
+        first = start // size
+        last = np.minimum(end // size, self._batch.num_hashes[rows])
+        for i in np.flatnonzero(last > first).tolist():
+            request = self._batch.requests[rows[i]]
+            assert request is not None
+            computing.update(request.hashes[first[i] : last[i]])
+        return computing
