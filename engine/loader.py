@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from engine.errors import ConfigError
-from engine.model_config import is_gguf, read_json
+from engine.model_config import ModelConfig, is_gguf, read_json
+from engine.models.checkpoint import translate
 
 _INDEX = "model.safetensors.index.json"
 _LISTED_NAMES = 10
@@ -33,19 +34,17 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _iter_safetensors(file)
 
 
-def load_weights(targets: Mapping[str, torch.Tensor], path: Path, *, tied: bool) -> None:
+def load_weights(targets: Mapping[str, torch.Tensor], path: Path, config: ModelConfig) -> None:
     """Copy a checkpoint into `targets`: for each Hugging Face parameter name, the part of the model to write.
 
-    Casts to each target's dtype. With `tied`, the checkpoint's lm_head is skipped. Raises `LoadError` that lists the
-    tensors which are missing or unexpected, or names the first that is misshapen.
+    Casts to each target's dtype. Raises `LoadError` that lists the tensors which are missing or unexpected, or names
+    the first that is misshapen.
     """
     missing = dict.fromkeys(targets)
     unexpected: list[str] = []
     with torch.no_grad():
-        for name, tensor in iter_weights(path):
+        for name, tensor in translate(iter_weights(path), config):
             target = targets.get(name)
-            if _is_redundant(name, tied):
-                continue
             if target is None:
                 unexpected.append(name)
                 continue
@@ -131,11 +130,6 @@ def _iter_gguf(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, torch.from_numpy(values)
     except ConfigError as error:
         raise LoadError(str(error)) from error
-
-
-def _is_redundant(name: str, tied: bool) -> bool:
-    # Old checkpoints store the rotary frequencies, which follow from the config.
-    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _listed(names: Mapping[str, None] | list[str]) -> str:

@@ -86,7 +86,7 @@ class ModelRunner:
         if config.load_format == "dummy":
             random_weights(model.targets(), config.seed)
         else:
-            load_weights(model.targets(), path, tied=model_config.tie_word_embeddings)
+            load_weights(model.targets(), path, model_config)
         model.pack(precision.quantization)
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
         budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]

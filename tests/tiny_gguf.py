@@ -38,7 +38,7 @@ def write_gguf(
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_freq_base(config.layers[0].rope.theta)
     if name == "llama":
         writer.add_rope_dimension_count(config.head_dim)
     else:

@@ -43,14 +43,14 @@ def llama(folder: Path, *, shards: int = 1, seed: int = 0, **overrides: Any) -> 
     2 layers, hidden size 64, 4 heads of 16, 2 KV heads, untied, 1024 positions, 384 tokens.
     shards: weight files, about.
     """
-    config = LlamaConfig(**(_shape(head_dim=16) | overrides))
-    return _write(folder, LlamaForCausalLM, config, shards, seed)
+    config = LlamaConfig(**(shape(head_dim=16) | overrides))
+    return write(folder, LlamaForCausalLM, config, shards=shards, seed=seed)
 
 
 def qwen3(folder: Path, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Path:
     """Write a random Qwen3 to `folder` and return it; as `llama`, but tied, and with heads of 32 (not 64 / 4)."""
-    config = Qwen3Config(**(_shape(head_dim=32, tie_word_embeddings=True) | overrides))
-    return _write(folder, Qwen3ForCausalLM, config, shards, seed)
+    config = Qwen3Config(**(shape(head_dim=32, tie_word_embeddings=True) | overrides))
+    return write(folder, Qwen3ForCausalLM, config, shards=shards, seed=seed)
 
 
 @lru_cache(maxsize=1)
@@ -78,7 +78,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _shape(**extra: Any) -> dict[str, Any]:
+def shape(**extra: Any) -> dict[str, Any]:
+    """The tiny size, in the words of every config class."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -97,7 +98,16 @@ def _shape(**extra: Any) -> dict[str, Any]:
     } | extra
 
 
-def _write(folder: Path, kind: type[PreTrainedModel], config: Any, shards: int, seed: int) -> Path:
+def write(
+    folder: Path,
+    kind: type[PreTrainedModel],
+    config: Any,
+    *,
+    shards: int = 1,
+    seed: int = 0,
+    norm_offset: float = 0.0,
+) -> Path:
+    """Write a random model of a transformers class. norm_offset: what that class adds to the weights of its norms."""
     folder.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -105,7 +115,7 @@ def _write(folder: Path, kind: type[PreTrainedModel], config: Any, shards: int, 
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):  # all ones would hide a norm that is mixed up or left out
-                    parameter.uniform_(0.5, 1.5)
+                    parameter.uniform_(0.5 - norm_offset, 1.5 - norm_offset)
                 elif name.endswith(".bias"):
                     parameter.normal_(0.0, 0.1)
     size = sum(p.numel() * p.element_size() for p in model.parameters())

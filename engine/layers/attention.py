@@ -1,5 +1,7 @@
 """Self-attention over the paged KV cache: projections, q/k norm, rotary embedding, cache, output."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -9,60 +11,85 @@ from engine.model_config import ModelConfig
 from kernels.attention import AttentionBackend, AttentionMetadata
 
 KVCache = tuple[Tensor, Tensor]
+RotaryTable = tuple[Tensor, Tensor]
+"""cos and sin, of `kernels.rotary.rotary_table`."""
 
 
 class Attention:
+    """rotary: None where q and k do not turn. window: tokens that a token sees, 0 for all before it."""
+
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        rotary: RotaryTable | None,
+        window: int,
+        backend: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.backend = backend
+        self.rotary = rotary
+        self.window = window
+        self.soft_cap = config.attention_soft_cap
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale or config.head_dim**-0.5
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = Linear(
             config.hidden_size,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
-            bias=config.attention_bias,
+            bias=config.qkv_bias,
             dtype=dtype,
             device=device,
+            stored_as="qkv_proj" if config.fused_projections else None,
         )
         self.output = Linear(
-            q_size, {"o_proj": config.hidden_size}, bias=config.attention_bias, dtype=dtype, device=device
+            q_size, {"o_proj": config.hidden_size}, bias=config.output_bias, dtype=dtype, device=device
         )
         self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+        self.norms_all_heads = config.qk_norm == "all_heads"
+        if config.qk_norm != "none":
+            sizes = (q_size, kv_size) if self.norms_all_heads else (config.head_dim, config.head_dim)
+            self.q_norm, self.k_norm = (
+                RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device) for size in sizes
+            )
         self._sizes = (q_size, kv_size, kv_size)
 
     def __call__(
         self,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         x: Tensor,
         residual: Tensor | None,
         positions: Tensor,
-        rotary: tuple[Tensor, Tensor],
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         """x, residual: [tokens, hidden] -> (attention of the norm of their sum, their sum), both [tokens, hidden].
 
-        No residual counts as zero. Writes the tokens' KV.
+        No residual counts as zero, no norm leaves the sum as it is. Writes the tokens' KV.
         """
         qkv, residual = self.qkv.after_norm(norm, x, residual)
         q, k, v = qkv.split(self._sizes, dim=-1)
+        if self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))  # [tokens, heads, head_dim]
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))  # [tokens, kv_heads, head_dim]
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
+        if not self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = rotary
         k_cache, v_cache = cache
-        q = self.backend.rotary_write(q, k, v, cos, sin, positions, k_cache, v_cache, metadata.slots)
-        out = self.backend.attend(q, k_cache, v_cache, metadata, self.scale)
+        if self.rotary is None:
+            self.backend.write(k, v, k_cache, v_cache, metadata.slots)
+        else:
+            q = self.backend.rotary_write(q, k, v, *self.rotary, positions, k_cache, v_cache, metadata.slots)
+        out = self.backend.attend(q, k_cache, v_cache, metadata, self.scale, self.window, self.soft_cap)
         return self.output(out.flatten(1)), residual
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.qkv
+        yield self.output
 
     def targets(self, prefix: str) -> dict[str, Tensor]:
         views = self.qkv.targets(prefix) | self.output.targets(prefix)

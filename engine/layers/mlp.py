@@ -1,4 +1,6 @@
-"""The gated feed-forward block (SwiGLU)."""
+"""The gated feed-forward block (SwiGLU, GeGLU)."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -9,16 +11,31 @@ from engine.model_config import ModelConfig
 
 
 class MLP:
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        inner = config.intermediate_size
-        parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up = Linear(config.hidden_size, parts, bias=False, dtype=dtype, device=device, gated=True)
-        self.down = Linear(inner, {"down_proj": config.hidden_size}, bias=False, dtype=dtype, device=device)
+    """intermediate_size: the width between the projections, where it is not the config's own."""
 
-    def __call__(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(
+        self, config: ModelConfig, intermediate_size: int | None = None, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        inner = intermediate_size or config.intermediate_size
+        self.gate_up = Linear(
+            config.hidden_size,
+            {"gate_proj": inner, "up_proj": inner},
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+            gate=config.activation,
+            stored_as="gate_up_proj" if config.fused_projections else None,
+        )
+        self.down = Linear(inner, {"down_proj": config.hidden_size}, bias=config.mlp_bias, dtype=dtype, device=device)
+
+    def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual: [tokens, hidden] -> (MLP of the norm of their sum, their sum), both [tokens, hidden]."""
         gated, residual = self.gate_up.after_norm(norm, x, residual)
         return self.down(gated), residual
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.gate_up
+        yield self.down
 
     def targets(self, prefix: str) -> dict[str, Tensor]:
         return self.gate_up.targets(prefix) | self.down.targets(prefix)

@@ -1,34 +1,72 @@
 """The Llama-shaped decoder: embed, layers of attention and MLP around a residual stream, norm, project to logits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.attention import Attention, KVCache
+from engine.layers.attention import Attention, KVCache, RotaryTable
+from engine.layers.experts import Experts
 from engine.layers.linear import Linear, Quantization
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
-from engine.model_config import ModelConfig
+from engine.model_config import LayerConfig, ModelConfig, NormPlacement, RopeConfig
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.quantized_linear import QuantizedWeight, quantize_weight
 from kernels.rotary import rotary_table
 
+NORM_NAMES: dict[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+}  # fmt: skip
+"""Checkpoint names of a layer's norms: before attention, after it, before the MLP, after it."""
+
 
 class DecoderLayer:
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: LayerConfig,
+        rotary: RotaryTable | None,
+        backend: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.attention = Attention(config, backend, dtype=dtype, device=device)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
+        self.attention = Attention(config, rotary, layer.window, backend, dtype=dtype, device=device)
+        self.mlp = (Experts if layer.sparse else MLP)(config, dtype=dtype, device=device)
+        self.residual_scale = config.residual_scale
+        self._norm_names = NORM_NAMES[config.norms]
+        self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device) if name else None
+            for name in self._norm_names
+        )
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, cache: KVCache, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """x: what the layer before adds to the residual -> (what this one adds, the residual before it)."""
+        x, residual = self.attention(self.attention_norm, x, residual, positions, cache, metadata)
+        x, residual = self.mlp(self.mlp_norm, self._scaled(x, self.attention_post_norm), residual)
+        return self._scaled(x, self.mlp_post_norm), residual
+
+    def _scaled(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        if norm is not None:
+            x = norm(x)
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+    def linears(self) -> Iterator[Linear]:
+        yield from self.attention.linears()
+        yield from self.mlp.linears()
 
     def targets(self, prefix: str) -> dict[str, Tensor]:
+        norms = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
         return {
-            f"{prefix}input_layernorm.weight": self.attention_norm.weight,
-            f"{prefix}post_attention_layernorm.weight": self.mlp_norm.weight,
+            **{f"{prefix}{name}.weight": n.weight for name, n in zip(self._norm_names, norms, strict=True) if n},
             **self.attention.targets(f"{prefix}self_attn."),
             **self.mlp.targets(f"{prefix}mlp."),
         }
@@ -52,20 +90,22 @@ class Decoder:
         self.head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding
-        self.layers = [DecoderLayer(config, backend, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        tables = _RotaryTables(config.head_dim, max_positions, device)
+        self.layers = [
+            DecoderLayer(config, layer, tables.get(layer.rope), backend, dtype=dtype, device=device)
+            for layer in config.layers
+        ]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        rope = config.rope
-        cos, sin = rotary_table(config.head_dim, max_positions, rope.theta, rope.kind, rope.parameters)
-        self.rotary = (cos.to(device), sin.to(device))
 
     def pack(self, quantization: Quantization | None = None) -> None:
         """Lay the loaded weights out for the device, one by one; the `targets` are dead after this.
 
-        quantization: "int8" keeps every matrix in 8 bits, the embedding table too (for float32 on a CPU); norms stay.
+        quantization: "int8" keeps every matrix in 8 bits, the embedding table too (for float32 on a CPU); norms and
+        the routers of experts stay.
         """
         for layer in self.layers:
-            for part in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
-                part.pack(quantization)
+            for linear in layer.linears():
+                linear.pack(quantization)
         self.head.pack(quantization)
         if quantization:
             assert isinstance(self.embedding, Tensor)
@@ -81,8 +121,7 @@ class Decoder:
         """token_ids, positions: [tokens]; caches: K and V by layer -> hidden states [tokens, hidden], normed."""
         x, residual = self.embed(token_ids), None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer.attention(layer.attention_norm, x, residual, positions, self.rotary, cache, metadata)
-            x, residual = layer.mlp(layer.mlp_norm, x, residual)
+            x, residual = layer(x, residual, positions, cache, metadata)
         assert residual is not None
         x, _ = self.norm.add(x, residual)
         return x
@@ -90,12 +129,18 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [tokens] -> [tokens, hidden]."""
         if isinstance(self.embedding, QuantizedWeight):
-            return self.embedding.rows(token_ids)
-        return F.embedding(token_ids, self.embedding)
+            x = self.embedding.rows(token_ids)
+        else:
+            x = F.embedding(token_ids, self.embedding)
+        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocab], float32."""
-        return self.head(hidden).float()
+        if self.config.logit_scale != 1.0:
+            hidden = hidden * self.config.logit_scale
+        logits = self.head(hidden).float()
+        cap = self.config.logit_soft_cap
+        return torch.tanh(logits / cap) * cap if cap else logits
 
     def targets(self) -> dict[str, Tensor]:
         """Checkpoint name -> the (view of a) parameter that it fills, for every parameter."""
@@ -106,3 +151,22 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             views |= layer.targets(f"model.layers.{i}.")
         return views
+
+
+class _RotaryTables:
+    """One table for all layers that turn alike."""
+
+    def __init__(self, head_dim: int, max_positions: int, device: torch.device) -> None:
+        self._head_dim, self._max_positions, self._device = head_dim, max_positions, device
+        self._made: list[tuple[RopeConfig, RotaryTable]] = []
+
+    def get(self, rope: RopeConfig | None) -> RotaryTable | None:
+        if rope is None:
+            return None
+        for made, table in self._made:
+            if made == rope:
+                return table
+        rotary_dim = int(self._head_dim * rope.partial_rotary_factor)
+        cos, sin = rotary_table(rotary_dim, self._max_positions, rope.theta, rope.kind, rope.parameters)
+        self._made.append((rope, (cos.to(self._device), sin.to(self._device))))
+        return self._made[-1][1]

@@ -19,17 +19,17 @@ Heads heads_of(const Tensor& x) { return {x.const_data_ptr<float>(), x.size(1), 
 Rotary rotary_of(const Tensor& cos, const Tensor& sin, const Tensor& positions, int64_t tokens, int64_t head_dim) {
   check_float(cos, "cos");
   check_float(sin, "sin");
-  TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) * 2 == head_dim && cos.sizes() == sin.sizes() &&
+  TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) * 2 <= head_dim && cos.sizes() == sin.sizes() &&
                         cos.is_contiguous() && sin.is_contiguous(),
-                    "cos and sin must be contiguous [max_positions, ", head_dim / 2, "], got ", cos.sizes(), " and ",
-                    sin.sizes());
+                    "cos and sin must be contiguous [max_positions, at most ", head_dim / 2, "], got ",
+                    cos.sizes(), " and ", sin.sizes());
   check_index(positions, "positions", at::kLong, 1);
   TORCH_CHECK_VALUE(positions.size(0) == tokens, "positions must be [", tokens, "], got ", positions.sizes());
   const int64_t* data = positions.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
     TORCH_CHECK_INDEX(data[t] >= 0 && data[t] < cos.size(0), "position ", data[t], " is outside the rotary table of ",
                       cos.size(0));
-  return {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), data};
+  return {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), cos.size(1), data};
 }
 
 std::tuple<Tensor, Tensor> apply_rotary(const Tensor& q_in, const Tensor& k_in, const Tensor& cos, const Tensor& sin,
@@ -87,7 +87,7 @@ void store_kv(const Tensor& k_in, const Tensor& v_in, const Rotary& rotary, cons
 }
 
 void kv_write(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
-  store_kv(k, v, {nullptr, nullptr, nullptr}, k_cache, v_cache, slots);
+  store_kv(k, v, {nullptr, nullptr, 0, nullptr}, k_cache, v_cache, slots);
 }
 
 Tensor rotary_write(const Tensor& q_in, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,

@@ -65,7 +65,8 @@ static void silu_and_mul(const float* x, int64_t stride, float* out, int64_t row
   }
 }
 
-INLINE void turn(const float* x, const float* cos, const float* sin, float* out, int64_t half) {
+// Turn the first 2 * half of n values; the rest stay as they are.
+INLINE void turn(const float* x, const float* cos, const float* sin, float* out, int64_t half, int64_t n) {
   int64_t i = 0;
   for (; i + kLanes <= half; i += kLanes) {
     const Vec first = load(x + i), second = load(x + half + i), c = load(cos + i), s = load(sin + i);
@@ -77,15 +78,17 @@ INLINE void turn(const float* x, const float* cos, const float* sin, float* out,
     out[i] = first * cos[i] - second * sin[i];
     out[half + i] = second * cos[i] + first * sin[i];
   }
+  for (i = 2 * half; i < n; ++i) out[i] = x[i];
 }
 
 static void apply_rotary(Heads x, float* out, Rotary rotary, int64_t tokens, int64_t head_dim, int threads) {
-  const int64_t half = head_dim / 2;
+  const int64_t half = rotary.half;
 #pragma omp parallel for num_threads(threads_for(tokens* x.heads* head_dim, threads)) schedule(static)
   for (int64_t t = 0; t < tokens; ++t) {
     const float *cos = rotary.cos + rotary.positions[t] * half, *sin = rotary.sin + rotary.positions[t] * half;
     for (int64_t h = 0; h < x.heads; ++h)
-      turn(x.data + t * x.token_stride + h * head_dim, cos, sin, out + (t * x.heads + h) * head_dim, half);
+      turn(x.data + t * x.token_stride + h * head_dim, cos, sin, out + (t * x.heads + h) * head_dim, half,
+           head_dim);
   }
 }
 
@@ -100,8 +103,8 @@ static void write_as(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t
       const float* from = k.data + t * k.token_stride + h * dim;
       alignas(64) float turned[kMaxHeadDim];
       if (rotary.cos) {
-        const int64_t row = rotary.positions[t] * (dim / 2);
-        turn(from, rotary.cos + row, rotary.sin + row, turned, dim / 2);
+        const int64_t row = rotary.positions[t] * rotary.half;
+        turn(from, rotary.cos + row, rotary.sin + row, turned, rotary.half, dim);
         from = turned;
       }
       const int64_t page = (block * cache.kv_heads + h) * page_bytes<Stored>(cache);

@@ -22,8 +22,9 @@ struct Heads {
 };
 
 struct Rotary {
-  const float* cos;  // [max_positions, head_dim / 2]
+  const float* cos;  // [max_positions, half]
   const float* sin;
+  int64_t half;  // pairs of dimensions that turn: head_dim / 2, or fewer
   const int64_t* positions;  // [tokens]
 };
 

@@ -65,7 +65,7 @@ def test_a_gguf_gives_the_weights_of_the_folder_it_was_made_from(
 def test_q_and_k_biases_are_permuted_like_their_weights(tmp_path: Path) -> None:
     folder = tiny_models.llama(tmp_path / "folder", attention_bias=True)
     file = write_gguf(folder, tmp_path / "m.gguf")
-    assert load_model_config(file).attention_bias
+    assert load_model_config(file).qkv_bias
     found = dict(iter_weights(file))
     for name, weight in load_file(folder / "model.safetensors").items():
         assert torch.equal(found[name], weight), name
@@ -121,7 +121,8 @@ def test_llama_3_factors_give_back_the_parameters_they_come_from(folders: dict[s
     assert np.allclose(factors, _llama3_factors(10000.0, 16, 32.0), rtol=1e-5)
 
     file = write_gguf(folders["llama"], tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors})
-    rope = load_model_config(file).rope
+    rope = load_model_config(file).layers[0].rope
+    assert rope is not None
     assert rope.kind == "llama3"
     assert {"rope_theta": rope.theta, **rope.parameters} == parameters
     assert "rope_freqs.weight" not in dict(iter_weights(file))
@@ -143,7 +144,7 @@ def test_other_rope_factors_are_refused(folders: dict[str, Path], tmp_path: Path
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.attention.key_length": 32}, "rotary embeddings over 16 of 32"),
         ({"llama.attention.value_length": 32}, "values of another length"),
-        ({"llama.rope.scaling.type": "yarn"}, "only the rope types default, llama3"),
+        ({"llama.rope.scaling.type": "odd"}, "only the rope types default, linear"),
         ({"split.count": 2}, "one of several parts"),
     ],
 )
@@ -175,7 +176,7 @@ def test_a_tensor_that_no_model_has_is_unexpected_under_its_own_name(folders: di
     file = write_gguf(folders["llama"], tmp_path / "m.gguf", tensors={"blk.0.odd.weight": np.ones(8, np.float32)})
     weights = load_file(folders["llama"] / "model.safetensors")
     with pytest.raises(LoadError, match=r"unexpected blk\.0\.odd\.weight"):
-        load_weights(weights, file, tied=False)
+        load_weights(weights, file, load_model_config(file))
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_the_default_model_has_the_weights_config_and_logits_that_transformers_r
     theirs = reference.config
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
     assert config.head_dim == theirs.head_dim
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"] == 100000.0
+    assert config.layers[0].rope.theta == theirs.rope_parameters["rope_theta"] == 100000.0
     assert config.tie_word_embeddings
     assert config.eos_token_ids == (2,)
 

@@ -9,11 +9,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
+from engine.hf_config import from_hf
 from engine.loader import LoadError, iter_weights, load_weights, random_weights
-from engine.model_config import RopeConfig, from_hf, load_model_config
+from engine.model_config import LayerConfig, RopeConfig, load_model_config
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[2]
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+UNTIED = from_hf(BASE, "config.json")
+TIED = from_hf(BASE | {"tie_word_embeddings": True}, "config.json")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +74,7 @@ def test_weights_go_into_views_of_a_fused_parameter(llama_dir: Path) -> None:
     targets = empty_like(weights)
     for name, part in zip(rows, fused.split(list(rows.values())), strict=True):
         targets[f"{prefix}{name}.weight"] = part
-    load_weights(targets, llama_dir, tied=False)
+    load_weights(targets, llama_dir, UNTIED)
     assert torch.equal(fused, torch.cat([weights[f"{prefix}{name}.weight"] for name in rows]))
     assert_same(targets, weights)
 
@@ -69,7 +82,7 @@ def test_weights_go_into_views_of_a_fused_parameter(llama_dir: Path) -> None:
 def test_weights_are_cast_to_the_type_of_the_target(llama_dir: Path) -> None:
     weights = hf_weights(llama_dir)
     targets = empty_like(weights, torch.bfloat16)
-    load_weights(targets, llama_dir, tied=False)
+    load_weights(targets, llama_dir, UNTIED)
     assert_same(targets, {name: weight.bfloat16() for name, weight in weights.items()})
 
 
@@ -78,7 +91,7 @@ def test_a_tied_model_skips_the_output_weights_and_old_rotary_buffers(folder: Pa
     save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
     targets = empty_like(weights)
     del targets["lm_head.weight"]
-    load_weights(targets, folder, tied=True)
+    load_weights(targets, folder, TIED)
     del weights["lm_head.weight"]
     assert_same(targets, weights)
 
@@ -87,7 +100,7 @@ def test_all_missing_tensors_are_named_up_to_ten(folder: Path) -> None:
     weights = hf_weights(folder)
     extra = {f"model.layers.{i}.extra.weight": torch.zeros(1) for i in range(12)}
     with pytest.raises(LoadError) as caught:
-        load_weights(empty_like(weights | extra), folder, tied=False)
+        load_weights(empty_like(weights | extra), folder, UNTIED)
     assert str(folder) in str(caught.value)
     assert all(name in str(caught.value) for name in list(extra)[:10])
     assert "and 2 more" in str(caught.value)
@@ -97,7 +110,7 @@ def test_missing_and_unexpected_tensors_are_named_together(folder: Path) -> None
     targets = empty_like(hf_weights(folder))
     targets["model.norm2.weight"] = targets.pop("model.norm.weight")
     with pytest.raises(LoadError, match=r"missing model\.norm2\.weight; unexpected model\.norm\.weight"):
-        load_weights(targets, folder, tied=False)
+        load_weights(targets, folder, UNTIED)
 
 
 def test_an_untied_model_misses_output_weights_that_are_not_there(folder: Path) -> None:
@@ -106,14 +119,14 @@ def test_an_untied_model_misses_output_weights_that_are_not_there(folder: Path) 
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(LoadError, match=r"missing lm_head\.weight"):
-        load_weights(targets, folder, tied=False)
+        load_weights(targets, folder, UNTIED)
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
     targets = empty_like(hf_weights(folder))
     targets["model.norm.weight"] = torch.zeros(1, 64)  # copy_ alone would broadcast it
     with pytest.raises(LoadError, match=r"model\.norm\.weight has the shape \[64\], but the config makes it \[1, 64\]"):
-        load_weights(targets, folder, tied=False)
+        load_weights(targets, folder, UNTIED)
 
 
 def test_weights_of_a_quantised_type_are_refused(folder: Path) -> None:
@@ -122,7 +135,7 @@ def test_weights_of_a_quantised_type_are_refused(folder: Path) -> None:
     weights["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(LoadError, match=r"model\.norm\.weight has the type torch\.int8"):
-        load_weights(targets, folder, tied=False)
+        load_weights(targets, folder, UNTIED)
 
 
 def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
@@ -171,9 +184,10 @@ def test_loading_holds_one_model_in_memory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({f"{i}.weight": torch.full((1024, 1024), float(i)) for i in range(32)}, tmp_path / "model.safetensors")
     code = """
-import re, sys, torch
+import json, re, sys, torch
 from pathlib import Path
 from engine import loader
+from engine.hf_config import from_hf
 
 def private_mib():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
@@ -186,11 +200,11 @@ def watched(path, read=loader.iter_weights):
 loader.iter_weights, seen = watched, []
 targets = {f"{i}.weight": torch.full((1024, 1024), -1.0) for i in range(32)}
 before = private_mib()
-loader.load_weights(targets, Path(sys.argv[1]), tied=False)
+loader.load_weights(targets, Path(sys.argv[1]), from_hf(json.loads(sys.argv[2]), "config.json"))
 assert all((target == int(name.split(".")[0])).all() for name, target in targets.items())
 print(len(seen), max(seen) - before)
 """
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    command = [sys.executable, "-c", code, str(tmp_path), json.dumps(BASE)]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     num_tensors, growth_mib = output.split()
     assert int(num_tensors) == 32
@@ -233,23 +247,23 @@ def test_the_config_of_a_folder_is_read_whole(llama_dir: Path, tmp_path: Path) -
     assert (config.architecture, config.vocab_size, config.hidden_size) == ("LlamaForCausalLM", 384, 64)
     assert (config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads) == (96, 2, 4, 2)
     assert (config.head_dim, config.max_position_embeddings, config.rms_norm_eps) == (16, 1024, 1e-5)
-    assert (config.tie_word_embeddings, config.attention_bias, config.qk_norm) == (False, False, False)
-    assert (config.rope, config.dtype, config.eos_token_ids) == (RopeConfig(10000.0), "float32", (2,))
+    assert (config.tie_word_embeddings, config.qkv_bias, config.output_bias, config.qk_norm) == (
+        False,
+        False,
+        False,
+        "none",
+    )
+    assert config.layers == (LayerConfig(RopeConfig(10000.0)),) * 2
+    assert (config.dtype, config.eos_token_ids) == ("float32", (2,))
 
     qwen = load_model_config(tiny_models.qwen3(tmp_path, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}))
-    assert (qwen.architecture, qwen.qk_norm, qwen.head_dim) == ("Qwen3ForCausalLM", True, 32)
-    assert (qwen.rope.theta, qwen.tie_word_embeddings) == (1e6, True)
+    assert (qwen.architecture, qwen.qk_norm, qwen.head_dim) == ("Qwen3ForCausalLM", "head", 32)
+    assert (qwen.layers[0].rope, qwen.tie_word_embeddings) == (RopeConfig(1e6), True)
 
 
-BASE = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
+QWEN2, SMOLLM3, MIXTRAL, GEMMA3, PHI3 = (
+    {"architectures": [f"{name}ForCausalLM"]} for name in ("Qwen2", "SmolLM3", "Mixtral", "Gemma3", "Phi3")
+)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -262,7 +276,7 @@ LLAMA3 = {
 def test_keys_that_may_be_left_out_get_the_architecture_s_defaults() -> None:
     config = from_hf(BASE, "config.json")
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
-    assert (config.rope, config.eos_token_ids) == (RopeConfig(10000.0), ())
+    assert (config.layers[0].rope, config.eos_token_ids) == (RopeConfig(10000.0), ())
     assert from_hf(BASE | {"architectures": ["Qwen3ForCausalLM"]}, "config.json").head_dim == 128
 
 
@@ -275,7 +289,8 @@ def test_keys_that_may_be_left_out_get_the_architecture_s_defaults() -> None:
     ],
 )
 def test_rope_is_read_in_the_old_and_the_new_spelling(keys: dict[str, object]) -> None:
-    rope = from_hf(BASE | keys, "config.json").rope
+    rope = from_hf(BASE | keys, "config.json").layers[0].rope
+    assert rope is not None
     assert (rope.theta, rope.kind) == (500000.0, "llama3")
     assert rope.parameters["low_freq_factor"] == 1.0
     assert rope.parameters["original_max_position_embeddings"] == 8192
@@ -286,7 +301,7 @@ def test_rope_is_read_in_the_old_and_the_new_spelling(keys: dict[str, object]) -
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Qwen3",
+            "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, .*Qwen3",
         ),
         ({"architectures": None}, "architectures .*must be a list"),
         ({"hidden_size": None}, "hidden_size .*must be a whole number"),
@@ -303,17 +318,27 @@ def test_rope_is_read_in_the_old_and_the_new_spelling(keys: dict[str, object]) -
         ({"dtype": "float64"}, "dtype is 'float64'"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
         ({"eos_token_id": [1, -1]}, "eos_token_id"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "only the rope types default, llama3"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "only the rope types default, llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "must have factor, a number above 0, for the rope type linear"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "only the rope types default, linear, dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "must have short_factor, a list of numbers"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "must have low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters .*kinds of layer"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part of the head"),
         ({"rope_theta": -1}, "rope_theta is -1"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', but must be an object"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu'"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only 'silu', 'gelu_pytorch_tanh'"),
+        ({"mlp_bias": "no"}, "mlp_bias is 'no'"),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types .*a list of 2"),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention", "mamba"]}, "layer_types .*'mamba'"),
+        (SMOLLM3 | {"no_rope_layers": [1]}, "no_rope_layers is .*a list of 2"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but must be at most .*8"),
+        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts is 0"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "only causal attention"),
+        (PHI3 | {"rope_parameters": {"partial_rotary_factor": 0.6}}, "an even number of dimensions"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'.*float32, bfloat16.*GGUF"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by 'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by 'bitsandbytes'"),
     ],
 )
 def test_a_config_that_cannot_be_served_names_file_and_key(changes: dict[str, object], message: str) -> None:

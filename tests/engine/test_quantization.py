@@ -33,7 +33,7 @@ def decoder(folder: Path, quantization: Quantization | None) -> Decoder:
     config = load_model_config(folder)
     backend = select_backend("cpu", torch.float32, config.head_dim)
     model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
-    load_weights(model.targets(), folder, tied=config.tie_word_embeddings)
+    load_weights(model.targets(), folder, config)
     model.pack(quantization)
     return model
 
@@ -95,7 +95,7 @@ def fresh_targets(folder: Path) -> dict[str, Tensor]:
     config = load_model_config(folder)
     backend = select_backend("cpu", torch.float32, config.head_dim)
     model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
-    load_weights(model.targets(), folder, tied=config.tie_word_embeddings)
+    load_weights(model.targets(), folder, config)
     return model.targets()
 
 

@@ -260,9 +260,10 @@ def test_rotary_write_to_a_narrow_cache_is_rotary_then_write(isa, dtype):
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 45])
-def test_rotary_write_equals_rotary_then_write(isa, tokens, head_dim):
+@pytest.mark.parametrize("share", [1, 2])
+def test_rotary_write_equals_rotary_then_write(isa, share, tokens, head_dim):
     fast, plain = CpuBackend(), TorchBackend()
-    cos, sin = rotary_table(head_dim, 64, 1e4, "default", {})
+    cos, sin = rotary_table(head_dim // share, 64, 1e4, "default", {})
     positions = torch.randint(0, 64, (tokens,))
     slots = torch.randperm(64)[:tokens]
     slots[1::5] = -1

@@ -101,15 +101,37 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.parametrize(("kind", "theta", "parameters"), [("default", 100000.0, {}), ("llama3", 500000.0, LLAMA3)])
-def test_rotary_equals_transformers(kind, theta, parameters):
+ORIGINAL = {"original_max_position_embeddings": 128}
+LISTS = {"short_factor": [1.0 + i / 32 for i in range(32)], "long_factor": [2.0 + i / 8 for i in range(32)]}
+SCALED = {
+    "default": ("default", {}),
+    "linear": ("linear", {"factor": 4.0}),
+    "dynamic": ("dynamic", {"factor": 2.0}),
+    "llama3": ("llama3", LLAMA3),
+    "yarn": ("yarn", {"factor": 4.0, **ORIGINAL}),
+    "yarn, all set": (
+        "yarn",
+        {"factor": 4.0, "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.9}
+        | ORIGINAL,
+    ),
+    "yarn, factor of attention": ("yarn", {"factor": 4.0, "attention_factor": 1.5, **ORIGINAL}),
+    "longrope, long": ("longrope", {"factor": 4.0, **ORIGINAL, **LISTS}),
+    "longrope, short": ("longrope", {"factor": 4.0, "original_max_position_embeddings": 512, **LISTS}),
+}
+
+
+@pytest.mark.parametrize("case", SCALED)
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_rotary_equals_transformers(case, theta):
+    kind, parameters = SCALED[case]
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=4,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=256,
         rope_parameters={"rope_type": kind, "rope_theta": theta, **parameters},
     )
+    parameters = parameters | {"max_position_embeddings": 256}
     positions = torch.arange(512)
     cos, sin = rotary.rotary_table(64, 512, theta, kind, parameters)
     q, k = torch.randn(512, 4, 64), torch.randn(512, 2, 64)
@@ -121,9 +143,25 @@ def test_rotary_equals_transformers(kind, theta, parameters):
         torch.testing.assert_close(got, expected[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(96, 72), (64, 16), (64, 0)])
+def test_rotary_over_a_part_of_the_head_leaves_the_rest(isa, head_dim, rotary_dim):
+    cos, sin = rotary.rotary_table(rotary_dim, 50, 1e4, "default", {})
+    q, k = torch.randn(20, 9, head_dim).split((6, 3), dim=1)
+    positions = torch.randint(0, 50, (20,))
+    turned = rotary.reference(q[..., :rotary_dim], k[..., :rotary_dim], cos, sin, positions)
+    for apply in (rotary.apply_rotary, rotary.reference):
+        for got, x, part in zip(apply(q, k, cos, sin, positions), (q, k), turned, strict=True):
+            close(got[..., :rotary_dim], part)
+            assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
+
+
 def test_rotary_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match=r"default, llama3.*'yarn'"):
-        rotary.rotary_table(64, 8, 1e4, "yarn", {})
+    with pytest.raises(ValueError, match=r"default, linear, .*'su'"):
+        rotary.rotary_table(64, 8, 1e4, "su", {})
+    with pytest.raises(ValueError, match="32 numbers in each of its lists, got 3"):
+        rotary.rotary_table(
+            64, 8, 1e4, "longrope", {"factor": 2.0, "short_factor": [1.0] * 3, "long_factor": [], **ORIGINAL}
+        )
     with pytest.raises(ValueError, match="missing: high_freq_factor"):
         rotary.rotary_table(64, 8, 1e4, "llama3", {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"})
     cos, sin = rotary.rotary_table(64, 8, 1e4, "default", {})

@@ -1,0 +1,68 @@
+"""A mixture of experts in the MLP's place: each token goes to a few of many gated MLPs (Shazeer et al., 2017).
+
+Tokens are sorted by expert, so that each expert that is needed runs once, over all of its tokens. A token's result is
+added up in the order of its experts' numbers, whatever else is in the batch.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.layers.linear import Linear
+from engine.layers.mlp import MLP
+from engine.layers.norm import RMSNorm
+from engine.model_config import ModelConfig
+
+
+class Experts:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        assert config.experts is not None
+        self.per_token = config.experts.per_token
+        self.normalize = config.experts.normalize
+        self.router = Linear(config.hidden_size, {"gate": config.experts.count}, bias=False, dtype=dtype, device=device)
+        size = config.experts.intermediate_size
+        self.experts = [MLP(config, size, dtype=dtype, device=device) for _ in range(config.experts.count)]
+
+    def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x, residual: [tokens, hidden] -> (experts of the norm of their sum, their sum), both [tokens, hidden]."""
+        if norm is None:
+            x = residual = residual + x
+        else:
+            x, residual = norm.add(x, residual)
+        return self.mix(x, *self.route(x)), residual
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [tokens, hidden] -> (experts, int64, and their weights, of x's type), both [tokens, per_token]."""
+        weights, chosen = self.router(x).float().softmax(dim=-1).topk(self.per_token, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return chosen, weights.to(x.dtype)
+
+    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """-> the sum of the chosen experts' results by their weights, [tokens, hidden]."""
+        order = chosen.flatten().argsort(stable=True)  # [tokens * per_token], tokens of one expert side by side
+        token = order // self.per_token
+        weight = weights.flatten()[order].unsqueeze(1)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        out = torch.zeros_like(x)
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count == 0:
+                continue
+            mine = token[start : start + count]
+            y = expert.down(expert.gate_up(x[mine]))
+            out.index_add_(0, mine, y * weight[start : start + count])
+            start += count
+        return out
+
+    def linears(self) -> Iterator[Linear]:
+        """All but the router: rounding it would send tokens elsewhere."""
+        for expert in self.experts:
+            yield from expert.linears()
+
+    def targets(self, prefix: str) -> dict[str, Tensor]:
+        views = self.router.targets(prefix)
+        for i, expert in enumerate(self.experts):
+            views |= expert.targets(f"{prefix}experts.{i}.")
+        return views
