@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.step import SamplingMode
 from engine.step_inputs import DeviceRows, PromptScoreInputs, StepInputs
+from kernels.argmax import argmax
 from kernels.bitmask import apply_bitmask
 from kernels.sampler import TokenLogprobs, draw, lowest_kept, token_logprobs, uniform
 
@@ -49,7 +50,7 @@ def sample(
 
 def _choose(logits: Tensor, inputs: StepInputs, rows: DeviceRows, mode: SamplingMode) -> Tensor:
     """logits: float32 [K, vocab], changed in place -> token ids int64 [K]."""
-    best = logits.argmax(dim=-1)
+    best = argmax(logits)
     if mode is SamplingMode.GREEDY:
         return best
     at = inputs.sample_rows

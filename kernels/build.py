@@ -36,7 +36,7 @@ LIBRARY = "nanoserve_cpu.so"
 COMPILERS = ("g++", "clang++", "c++")
 
 # -ffp-contract: a * b + c may become one FMA, which strict ISO mode forbids.
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fvisibility=hidden")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=fast", "-fvisibility=hidden")
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
 ISA_FLAGS = {
@@ -111,7 +111,7 @@ def _torch_flags() -> tuple[str, ...]:
 
 def _link_flags() -> tuple[str, ...]:
     folders = [f"-L{path}" for path in cpp_extension.library_paths()]
-    return ("-shared", "-fopenmp", *folders, "-ltorch", "-ltorch_cpu", "-lc10")
+    return ("-shared", "-pthread", *folders, "-ltorch", "-ltorch_cpu", "-lc10")
 
 
 def _source_key() -> str:
@@ -144,9 +144,10 @@ def _compiler_key(compiler: list[str]) -> str:
 
 
 def _compile(compiler: list[str], folder: Path) -> None:
-    bindings = folder / "bindings.o"
-    commands = [[*compiler, *FLAGS, *_torch_flags(), "-c", str(SOURCES / "bindings.cpp"), "-o", str(bindings)]]
-    objects = [str(bindings)]
+    objects, commands = [], []
+    for name, flags in (("bindings", _torch_flags()), ("team", ())):
+        objects.append(str(folder / f"{name}.o"))
+        commands.append([*compiler, *FLAGS, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]])
     for isa in _isas():
         objects.append(str(folder / f"{isa}.o"))
         source = str(SOURCES / "isa.cpp")

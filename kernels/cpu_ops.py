@@ -112,20 +112,68 @@ def paged_attention(
     return out
 
 
+def rotary_attention(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    step = (slots, query_start, seq_lens, block_tables, rows)
+    out: Tensor = _ops.rotary_attention.default(
+        qkv, cos, sin, positions, k_cache, v_cache, *step, scale, window, soft_cap
+    )
+    return out
+
+
 def linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tensor:
     out: Tensor = _ops.linear.default(x, packed, n, bias)
     return out
 
 
-def quantized_linear(x: Tensor, data: Tensor, scale: Tensor, n: int, gated: bool, bias: Tensor | None) -> Tensor:
-    out: Tensor = _ops.quantized_linear.default(x, data, scale, n, gated, bias)
+def coded_linear(x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, n: int, bias: Tensor | None) -> Tensor:
+    out: Tensor = _ops.coded_linear.default(x, data, scale, offset, n, bias)
+    return out
+
+
+def coded_rows(index: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int) -> Tensor:
+    out: Tensor = _ops.coded_rows.default(index, data, scale, offset, n, k)
+    return out
+
+
+def argmax(x: Tensor) -> Tensor:
+    out: Tensor = _ops.argmax.default(x)
+    return out
+
+
+def quantized_linear(
+    x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, n: int, gated: bool, bias: Tensor | None
+) -> Tensor:
+    out: Tensor = _ops.quantized_linear.default(x, data, scale, offset, n, gated, bias)
     return out
 
 
 def norm_quantized_linear(
-    x: Tensor, weight: Tensor, eps: float, data: Tensor, scale: Tensor, n: int, gated: bool, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    data: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    n: int,
+    gated: bool,
+    bias: Tensor | None,
 ) -> Tensor:
-    out: Tensor = _ops.norm_quantized_linear.default(x, weight, eps, data, scale, n, gated, bias)
+    out: Tensor = _ops.norm_quantized_linear.default(x, weight, eps, data, scale, offset, n, gated, bias)
     return out
 
 
@@ -136,11 +184,12 @@ def add_norm_quantized_linear(
     eps: float,
     data: Tensor,
     scale: Tensor,
+    offset: Tensor | None,
     n: int,
     gated: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     out: tuple[Tensor, Tensor] = _ops.add_norm_quantized_linear.default(
-        x, residual, weight, eps, data, scale, n, gated, bias
+        x, residual, weight, eps, data, scale, offset, n, gated, bias
     )
     return out

@@ -71,6 +71,12 @@ class Attention:
         No residual counts as zero, no norm leaves the sum as it is. Writes the tokens' KV.
         """
         qkv, residual = self.qkv.after_norm(norm, x, residual)
+        if self.q_norm is None and self.rotary is not None:
+            out = self.backend.rotary_attend(
+                qkv, self.num_heads, self.num_kv_heads, self.rotary, positions, cache, metadata,
+                self.scale, self.window, self.soft_cap,
+            )  # fmt: skip
+            return self.output(out), residual
         q, k, v = qkv.split(self._sizes, dim=-1)
         if self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -10,7 +10,8 @@ from engine.layers.norm import RMSNorm
 from engine.model_config import Activation
 from kernels.activation import gelu_and_mul, silu_and_mul
 from kernels.linear import PackedWeight, linear, pack_weight
-from kernels.quantized_linear import QuantizedWeight, norm_quantized_linear, quantize_weight, quantized_linear
+from kernels.quantized_linear import norm_quantized_linear, quantized_linear
+from kernels.quantized_weight import QuantizedWeight, quantize_weight
 
 Quantization = Literal["int8"]
 

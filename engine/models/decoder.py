@@ -13,7 +13,8 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.model_config import LayerConfig, ModelConfig, NormPlacement, RopeConfig
 from kernels.attention import AttentionBackend, AttentionMetadata
-from kernels.quantized_linear import QuantizedWeight, quantize_weight
+from kernels.linear import PackedWeight
+from kernels.quantized_weight import QuantizedWeight, exact_codes, quantize_weight
 from kernels.rotary import rotary_table
 
 NORM_NAMES: dict[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
@@ -100,20 +101,26 @@ class Decoder:
     def pack(self, quantization: Quantization | None = None) -> None:
         """Lay the loaded weights out for the device, one by one; the `targets` are dead after this.
 
-        quantization: "int8" keeps every matrix in 8 bits, the embedding table too (for float32 on a CPU); norms and
-        the routers of experts stay.
+        quantization: "int8" keeps every matrix in 8 bits or fewer, the embedding table too; norms and the routers of
+            experts stay. For float32 on a CPU.
         """
         for layer in self.layers:
             for linear in layer.linears():
                 linear.pack(quantization)
         self.head.pack(quantization)
-        if quantization:
-            assert isinstance(self.embedding, Tensor)
-            if self.config.tie_word_embeddings:
-                assert isinstance(self.head.weight, QuantizedWeight)
-                self.embedding = self.head.weight
-            else:
-                self.embedding = quantize_weight(self.embedding)
+        self._pack_embedding(quantization)
+
+    def _pack_embedding(self, quantization: Quantization | None) -> None:
+        """One copy of a table that is the head too, where the head's form can be read by rows."""
+        assert isinstance(self.embedding, Tensor)
+        head = self.head.weight
+        codes = head.data if isinstance(head, PackedWeight) else head
+        if self.config.tie_word_embeddings:
+            self.embedding = codes if isinstance(codes, QuantizedWeight) else self.embedding
+        elif quantization:
+            self.embedding = quantize_weight(self.embedding)
+        elif self.embedding.is_cpu and self.embedding.dtype is torch.float32:
+            self.embedding = exact_codes(self.embedding) or self.embedding
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], metadata: AttentionMetadata

@@ -96,6 +96,28 @@ class AttentionBackend(ABC):
         self.write(k, v, k_cache, v_cache, slots)
         return q
 
+    def rotary_attend(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        rotary: tuple[Tensor, Tensor],
+        positions: Tensor,
+        cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        """`rotary_write`, then `attend`. rotary: cos and sin; cache: K and V.
+
+        qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> [tokens, num_heads * head_dim].
+        """
+        heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q = self.rotary_write(q, k, v, *rotary, positions, *cache, metadata.slots)
+        return self.attend(q, *cache, metadata, scale, window, soft_cap).flatten(1)
+
 
 def scale_width(dtype: torch.dtype) -> int:
     """Elements that a token's scale takes beside its head_dim values: a float32 in int8 and fp8, else none."""

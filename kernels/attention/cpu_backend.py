@@ -92,3 +92,31 @@ class CpuBackend(AttentionBackend):
         slots: Tensor,
     ) -> Tensor:
         return cpu_ops.rotary_write(q, k, v, cos, sin, positions, k_cache, v_cache, slots)
+
+    def rotary_attend(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        rotary: tuple[Tensor, Tensor],
+        positions: Tensor,
+        cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        return cpu_ops.rotary_attention(
+            qkv,
+            *rotary,
+            positions,
+            *cache,
+            metadata.slots,
+            metadata.query_start,
+            metadata.seq_lens,
+            metadata.block_tables,
+            metadata.rows,
+            scale,
+            window,
+            soft_cap,
+        )

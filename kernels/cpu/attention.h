@@ -9,13 +9,13 @@
 // A row's result depends on its own tokens alone, bit for bit, not on the batch.
 #pragma once
 
+#include "attention_tiles.h"
 #include "kernels.h"
 #include "kv_types.h"
 #include "simd.h"
+#include "team.h"
+#include "widened.h"
 
-constexpr int kMicroRows = 6;                     // rows held in registers
-constexpr int kMicroVecs = kLanes == 16 ? 4 : 2;  // vectors held for each of them
-constexpr int kMicroTokens = kMicroVecs * kLanes;
 constexpr int kMinBlock = 16;
 
 struct Scratch {
@@ -24,94 +24,8 @@ struct Scratch {
   alignas(64) float scores[kTileRows * kChunk];
   float top[kTileRows], weight[kTileRows], correction[kTileRows];
   int32_t limit[kTileRows], start[kTileRows];  // the row may see the tokens from start to limit
+  alignas(64) float keys[kChunk * kMaxHeadDim], values[kChunk * kMaxHeadDim];  // a chunk's, widened
 };
-
-constexpr int kLineBytes = 64;
-
-// scores[r][t] = sum over d of q[d][r] * k[d][t], for ROWS rows and kMicroTokens tokens. v: these tokens' values;
-// scales: of these keys.
-template <int ROWS, typename Stored>
-static void score_tile(const float* q, const Stored* const* k, const Stored* const* v, const float* const* scales,
-                       int64_t block_size, int64_t dim, float* scores) {
-  constexpr int64_t line = max(1, kLineBytes / (kLanes * static_cast<int>(sizeof(Stored))));
-  Vec acc[ROWS][kMicroVecs] = {};
-  for (int64_t d = 0; d < dim; ++d) {
-    Vec column[kMicroVecs];
-    for (int j = 0; j < kMicroVecs; ++j) column[j] = load_stored(k[j] + d * block_size);
-    if (d % line == 0)
-      for (int j = 0; j < kMicroVecs; ++j) __builtin_prefetch(v[j] + d * kLanes);
-    for (int r = 0; r < ROWS; ++r)
-      for (int j = 0; j < kMicroVecs; ++j) acc[r][j] += column[j] * q[d * ROWS + r];
-  }
-  for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < kMicroVecs; ++j)
-      store(scores + r * kChunk + j * kLanes, kHasScales<Stored> ? acc[r][j] * load(scales[j]) : acc[r][j]);
-}
-
-// out[r][d] = out[r][d] * correction[r] + sum over tokens of weights[r][t] * v[t][d], for VECS vectors of d.
-// ahead: pages to fetch, one beside each of v.
-template <int ROWS, int VECS, typename Stored>
-INLINE void value_tile(const float* weights, const Stored* const* v, const Stored* const* ahead, int64_t column,
-                       int64_t block_size, int64_t dim, int64_t tokens, const float* correction, float* out) {
-  constexpr int line = max(1, kLineBytes / (kLanes * static_cast<int>(sizeof(Stored))));
-  Vec acc[ROWS][VECS];
-  for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < VECS; ++j) acc[r][j] = load(out + r * dim + column + j * kLanes) * correction[r];
-  for (int64_t start = 0; start < tokens; start += block_size) {
-    const Stored *row = *v++ + column, *next = *ahead++ + column;
-    const int64_t end = min(start + block_size, tokens);
-    for (int64_t t = start; t < end; ++t, row += dim, next += dim) {
-      for (int j = 0; j < VECS; j += line) __builtin_prefetch(next + j * kLanes);
-      Vec value[VECS];
-      for (int j = 0; j < VECS; ++j) value[j] = load_stored(row + j * kLanes);
-      for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < VECS; ++j) acc[r][j] += value[j] * weights[r * kChunk + t];
-    }
-  }
-  for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < VECS; ++j) store(out + r * dim + column + j * kLanes, acc[r][j]);
-}
-
-template <int ROWS, typename Stored>
-static void value_rows(const float* weights, const Stored* const* v, const Stored* const* ahead, int64_t block_size,
-                       int64_t dim, int64_t tokens, const float* correction, float* out) {
-  int64_t d = 0;
-  for (; d + kMicroVecs * kLanes <= dim; d += kMicroVecs * kLanes)
-    value_tile<ROWS, kMicroVecs>(weights, v, ahead, d, block_size, dim, tokens, correction, out);
-  for (; d < dim; d += kLanes)
-    value_tile<ROWS, 1>(weights, v, ahead, d, block_size, dim, tokens, correction, out);
-}
-
-// Without a name: the linker would make one table of those of all instruction sets.
-namespace {
-
-template <typename Stored>
-struct Tiles {
-  typedef void (*Score)(const float*, const Stored* const*, const Stored* const*, const float* const*, int64_t, int64_t,
-                        float*);
-  typedef void (*Value)(const float*, const Stored* const*, const Stored* const*, int64_t, int64_t, int64_t,
-                        const float*, float*);
-  static constexpr Score score[kMicroRows + 1] = {
-      nullptr,
-      score_tile<1, Stored>,
-      score_tile<2, Stored>,
-      score_tile<3, Stored>,
-      score_tile<4, Stored>,
-      score_tile<5, Stored>,
-      score_tile<6, Stored>,
-  };
-  static constexpr Value value[kMicroRows + 1] = {
-      nullptr,
-      value_rows<1, Stored>,
-      value_rows<2, Stored>,
-      value_rows<3, Stored>,
-      value_rows<4, Stored>,
-      value_rows<5, Stored>,
-      value_rows<6, Stored>,
-  };
-};
-
-}  // namespace
 
 // Bound a row's scores by soft_cap * tanh(score / soft_cap), in powers of two. They come as 2 * log2(e) / soft_cap times
 // what they are.
@@ -205,6 +119,8 @@ INLINE void find_pages(const Attention& a, const Item& item, int64_t chunk, Page
   }
 }
 
+constexpr int kWidenTiles = 3;  // from so many tiles on a chunk is widened once for all, not by each
+
 // Give the softmax weights of `tokens` tokens the scales of their values.
 INLINE void scale_weights(float* weights, const float* const* scales, int64_t block_size, int64_t tokens) {
   for (int64_t start = 0; start < tokens; start += block_size, ++scales)
@@ -242,13 +158,18 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
   for (int64_t i = 0; i < item.rows * dim; i += kLanes) store(s.out + i, Vec{});
 
   const int64_t step = chunk_tokens(size);
+  const bool widens = sizeof(Stored) < sizeof(float) && tiles >= kWidenTiles;
+  typedef typename Widened<Stored>::Type Wide;
+  const Wide *wide_keys = reinterpret_cast<const Wide*>(s.keys), *wide_values = reinterpret_cast<const Wide*>(s.values);
   Pages<Stored> pages, next;
   find_pages(a, item, item.first, pages);
   for (int64_t chunk = item.first; chunk < item.last; chunk += step) {
     const int64_t tokens = min(step, item.last - chunk);
+    if (widens) widen(pages.k, pages.v, size, dim, tokens, s.keys, s.values);
     const int64_t skipped = max(s.start[0] - chunk, 0) / kMicroTokens * kMicroTokens;  // the first row sees furthest back
     for (int64_t t = skipped; t < tokens; t += kMicroTokens) {
       const Stored *k[kMicroVecs], *v[kMicroVecs];
+      const Wide *wide_k[kMicroVecs], *wide_v[kMicroVecs];
       const float* scales[kMicroVecs];
       for (int j = 0; j < kMicroVecs; ++j) {
         const int64_t at = t + j * kLanes, block = min(at / size, pages.count - 1);
@@ -256,11 +177,19 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
         k[j] = pages.k[block] + offset;
         v[j] = pages.v[block] + offset * dim;
         scales[j] = kHasScales<Stored> ? pages.k_scales[block] + offset : nullptr;
+        wide_k[j] = wide_keys + min(at, kChunk - kLanes);
+        wide_v[j] = wide_values;
       }
       for (int i = 0; i < tiles; ++i) {
         if (s.limit[tile_start[i + 1] - 1] <= chunk + t || s.start[tile_start[i]] >= chunk + t + kMicroTokens) continue;
-        Tiles<Stored>::score[tile_start[i + 1] - tile_start[i]](s.q + tile_start[i] * dim, k, v, scales, size, dim,
-                                                                s.scores + tile_start[i] * kChunk + t);
+        const int height = tile_start[i + 1] - tile_start[i];
+        const float* q = s.q + tile_start[i] * dim;
+        float* scores = s.scores + tile_start[i] * kChunk + t;
+        if (widens) {
+          Tiles<Wide>::score[height](q, wide_k, wide_v, scales, kChunk, dim, scores);
+        } else {
+          Tiles<Stored>::score[height](q, k, v, scales, size, dim, scores);
+        }
       }
     }
     for (int r = 0; r < item.rows; ++r) {
@@ -282,10 +211,17 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
       const int first = tile_start[i];
       const int64_t seen = min(s.limit[tile_start[i + 1] - 1] - chunk, tokens);  // no value past the last row's limit
       if (seen <= 0) continue;
+      const int height = tile_start[i + 1] - first;
       const int64_t page = min(max(s.start[first] - chunk, 0) / size, pages.count);  // pages before it: out of the window
-      Tiles<Stored>::value[tile_start[i + 1] - first](s.scores + first * kChunk + page * size, pages.v + page,
-                                                      ahead + page, size, dim, seen - page * size,
-                                                      s.correction + first, s.out + first * dim);
+      const float *weights = s.scores + first * kChunk + page * size, *correction = s.correction + first;
+      float* out = s.out + first * dim;
+      if (widens) {
+        const Wide* v = wide_values + page * size * dim;
+        Tiles<Wide>::value[height](weights, &v, &v, kChunk, dim, seen - page * size, correction, out);
+      } else {
+        Tiles<Stored>::value[height](weights, pages.v + page, ahead + page, size, dim, seen - page * size, correction,
+                                     out);
+      }
     }
     pages = next;
   }
@@ -311,8 +247,7 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
 template <typename Stored>
 static void attend_as(const Attention& a, int threads) {
   int64_t next = 0;
-#pragma omp parallel num_threads(static_cast<int>(min(threads, a.num_items)))
-  {
+  team(static_cast<int>(min(threads, a.num_items)), [&](int) {
     Scratch scratch;
     int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
     while (i < a.num_items) {
@@ -320,7 +255,7 @@ static void attend_as(const Attention& a, int threads) {
       attend_item<Stored>(a, a.items[i], following < a.num_items ? &a.items[following] : nullptr, scratch);
       i = following;
     }
-  }
+  });
 }
 
 static void attend(const Attention& a, int threads) {

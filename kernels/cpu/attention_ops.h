@@ -188,4 +188,26 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   return out;
 }
 
+// qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. Stores its keys, turned, and its values; then the attention of its
+// turned queries, [tokens, heads * head_dim].
+Tensor rotary_attention(const Tensor& qkv_in, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                        const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots, const Tensor& query_start,
+                        const Tensor& seq_lens, const Tensor& block_tables, const Tensor& rows, double scale,
+                        int64_t window, double soft_cap) {
+  const Cache cache = cache_of(k_cache, v_cache);
+  check_float(qkv_in, "qkv");
+  const int64_t dim = cache.head_dim, kv_heads = cache.kv_heads;
+  TORCH_CHECK_VALUE(qkv_in.dim() == 2 && qkv_in.size(1) % dim == 0 && qkv_in.size(1) / dim > 2 * kv_heads,
+                    "qkv must be [tokens, (heads + ", 2 * kv_heads, ") * ", dim, "], got ", qkv_in.sizes());
+  const Tensor qkv = qkv_in.contiguous();
+  const int64_t tokens = qkv.size(0), heads = qkv.size(1) / dim - 2 * kv_heads, stride = qkv.size(1);
+  const auto part = [&](int64_t count, int64_t first) {
+    return qkv.as_strided({tokens, count, dim}, {stride, dim, 1}, qkv.storage_offset() + first * dim);
+  };
+  const Tensor q = rotary_write(part(heads, 0), part(kv_heads, heads), part(kv_heads, heads + kv_heads), cos, sin,
+                                positions, k_cache, v_cache, slots);
+  return paged_attention(q, k_cache, v_cache, query_start, seq_lens, block_tables, rows, scale, window, soft_cap)
+      .flatten(1);
+}
+
 }  // namespace

@@ -95,6 +95,16 @@ Tensor silu_and_mul(const Tensor& x_in) {
   return out;
 }
 
+Tensor argmax(const Tensor& x) {
+  check_float(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.stride(1) == 1 && x.size(1) > 0, "x must be [rows, n], its rows contiguous, got ",
+                    x.sizes());
+  Tensor out = at::empty({x.size(0)}, x.options().dtype(at::kLong));
+  if (out.numel())
+    active->argmax(x.const_data_ptr<float>(), x.stride(0), x.size(0), x.size(1), out.data_ptr<int64_t>(), threads());
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(nanoserve, m) {
@@ -111,14 +121,23 @@ TORCH_LIBRARY(nanoserve, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
       "Tensor block_tables, Tensor rows, float scale, int window=0, float soft_cap=0.0) -> Tensor");
-  m.def("linear(Tensor x, Tensor packed, int n, Tensor? bias) -> Tensor");
-  m.def("quantized_linear(Tensor x, Tensor data, Tensor scale, int n, bool gated, Tensor? bias) -> Tensor");
   m.def(
-      "norm_quantized_linear(Tensor x, Tensor weight, float eps, Tensor data, Tensor scale, int n, bool gated, "
-      "Tensor? bias) -> Tensor");
+      "rotary_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor slots, Tensor query_start, Tensor seq_lens, Tensor block_tables, Tensor rows, float scale, int window=0, "
+      "float soft_cap=0.0) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, int n, Tensor? bias) -> Tensor");
+  m.def("coded_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, Tensor? bias) -> Tensor");
+  m.def("coded_rows(Tensor index, Tensor data, Tensor scale, Tensor? offset, int n, int k) -> Tensor");
+  m.def("argmax(Tensor x) -> Tensor");
+  m.def(
+      "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, bool gated, Tensor? bias) -> "
+      "Tensor");
+  m.def(
+      "norm_quantized_linear(Tensor x, Tensor weight, float eps, Tensor data, Tensor scale, Tensor? offset, int n, "
+      "bool gated, Tensor? bias) -> Tensor");
   m.def(
       "add_norm_quantized_linear(Tensor x, Tensor residual, Tensor weight, float eps, Tensor data, Tensor scale, "
-      "int n, bool gated, Tensor? bias) -> (Tensor, Tensor)");
+      "Tensor? offset, int n, bool gated, Tensor? bias) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
@@ -129,7 +148,11 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("kv_write", &kv_write);
   m.impl("rotary_write", &rotary_write);
   m.impl("paged_attention", &paged_attention);
+  m.impl("rotary_attention", &rotary_attention);
   m.impl("linear", &linear);
+  m.impl("coded_linear", &coded_linear);
+  m.impl("coded_rows", &coded_rows);
+  m.impl("argmax", &argmax);
   m.impl("quantized_linear", &quantized_linear);
   m.impl("norm_quantized_linear", &norm_quantized_linear);
   m.impl("add_norm_quantized_linear", &add_norm_quantized_linear);

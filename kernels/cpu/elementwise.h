@@ -4,11 +4,16 @@
 #include "kernels.h"
 #include "kv_types.h"
 #include "simd.h"
+#include "team.h"
 
 // Under this many values the work is shorter than waking a thread.
 constexpr int64_t kParallelValues = 16384;
 
-INLINE int threads_for(int64_t values, int threads) { return values < kParallelValues ? 1 : threads; }
+// body(row) for each row, by as many threads as `values` values in all are worth.
+template <typename Body>
+INLINE void for_rows(int64_t rows, int64_t values, int threads, const Body& body) {
+  team_for(values < kParallelValues ? 1 : threads, rows, max(1, rows / (8 * threads)), body);
+}
 
 INLINE float inverse_rms(const float* x, int64_t n, float eps) {
   Vec squares = {}, squares2 = {};
@@ -31,29 +36,26 @@ INLINE void normalise(const float* x, const float* weight, float factor, float* 
 
 static void rms_norm(Rows x, const float* weight, float eps, float* out, int threads) {
   const int64_t rows = x.outer * x.inner, n = x.n;
-#pragma omp parallel for num_threads(threads_for(rows* n, threads)) schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
+  for_rows(rows, rows * n, threads, [&](int64_t row) {
     const float* from = x.data + (row / x.inner) * x.outer_stride + (row % x.inner) * x.inner_stride;
     normalise(from, weight, inverse_rms(from, n, eps), out + row * n, n);
-  }
+  });
 }
 
 static void add_rms_norm(const float* x, const float* residual, const float* weight, float eps, float* out,
                          float* total, int64_t rows, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads_for(rows* n, threads)) schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
+  for_rows(rows, rows * n, threads, [&](int64_t row) {
     const float *a = x + row * n, *b = residual + row * n;
     float* added = total + row * n;
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) store(added + i, load(b + i) + load(a + i));
     for (; i < n; ++i) added[i] = b[i] + a[i];
     normalise(added, weight, inverse_rms(added, n, eps), out + row * n, n);
-  }
+  });
 }
 
 static void silu_and_mul(const float* x, int64_t stride, float* out, int64_t rows, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads_for(rows* n, threads)) schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
+  for_rows(rows, rows * n, threads, [&](int64_t row) {
     const float *gate = x + row * stride, *up = gate + n;
     float* to = out + row * n;
     int64_t i = 0;
@@ -62,7 +64,7 @@ static void silu_and_mul(const float* x, int64_t stride, float* out, int64_t row
       store(to + i, g / (exp2(g * -kLog2e) + 1.0f) * load(up + i));
     }
     for (; i < n; ++i) to[i] = gate[i] / (exp2(splat(gate[i] * -kLog2e))[0] + 1.0f) * up[i];
-  }
+  });
 }
 
 // Turn the first 2 * half of n values; the rest stay as they are.
@@ -83,21 +85,19 @@ INLINE void turn(const float* x, const float* cos, const float* sin, float* out,
 
 static void apply_rotary(Heads x, float* out, Rotary rotary, int64_t tokens, int64_t head_dim, int threads) {
   const int64_t half = rotary.half;
-#pragma omp parallel for num_threads(threads_for(tokens* x.heads* head_dim, threads)) schedule(static)
-  for (int64_t t = 0; t < tokens; ++t) {
+  for_rows(tokens, tokens * x.heads * head_dim, threads, [&](int64_t t) {
     const float *cos = rotary.cos + rotary.positions[t] * half, *sin = rotary.sin + rotary.positions[t] * half;
     for (int64_t h = 0; h < x.heads; ++h)
       turn(x.data + t * x.token_stride + h * head_dim, cos, sin, out + (t * x.heads + h) * head_dim, half,
            head_dim);
-  }
+  });
 }
 
 template <typename Stored>
 static void write_as(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads) {
   const int64_t size = cache.block_size, dim = cache.head_dim;
-#pragma omp parallel for num_threads(threads_for(tokens* k.heads* dim * 2, threads)) schedule(static)
-  for (int64_t t = 0; t < tokens; ++t) {
-    if (slots[t] < 0) continue;
+  for_rows(tokens, tokens * k.heads * dim * 2, threads, [&](int64_t t) {
+    if (slots[t] < 0) return;
     const int64_t block = slots[t] / size, offset = slots[t] % size;
     for (int64_t h = 0; h < k.heads; ++h) {
       const float* from = k.data + t * k.token_stride + h * dim;
@@ -120,7 +120,7 @@ static void write_as(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t
         scales_of(v_page, cache)[offset] = v_scale;
       }
     }
-  }
+  });
 }
 
 static void write(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads) {

@@ -86,21 +86,33 @@ static inline int64_t chunk_tokens(int64_t block_size) {
 
 constexpr int kPanel = 48;  // output columns of a panel: the usual widths of a model are even multiples of it
 
-// y: [rows, n] = x: [rows, k] times the packed weight; one of w_float and w_bfloat16 is null, bias may be.
+constexpr int kGroup = 32;  // codes along k that share a scale
+
+// Weights as whole numbers: a weight is scale * code + offset, or scale * (code - 128) where `offset` is null. Columns
+// are padded to whole panels, k to whole groups.
+struct Codes {
+  const uint8_t* data;     // [panels, k / 4, kPanel, 4]; with an offset 4 bits each, [panels, k / 8, kPanel, 4]
+  const uint16_t* scale;   // float16 [panels, k / kGroup, kPanel]
+  const uint16_t* offset;  // as scale
+};
+
+// y: [rows, n] = x: [rows, k] times the packed weight, which is one of w_float, w_bfloat16 and codes; the others are
+// null. bias may be null.
 struct Linear {
   const float* x;
   int64_t x_stride, rows, n, k;
   const float* w_float;
   const uint16_t* w_bfloat16;
+  Codes codes;
   const float* bias;
   float* out;
+  float* panels;  // scratch for each thread where there are codes: k * kPanel
 };
 
-constexpr int kGroup = 32;             // weights along k that share a scale
 constexpr int kActivationGroup = 16;   // activations that do
 constexpr float kTiny = 1e-30f;        // a group under this is zero: 127 divided by it might be infinite
 constexpr int64_t kLoneRows = 4;       // up to so many rows each thread quantises for itself rather than wait
-constexpr int kActivationGroupBytes = 16 + 4 * kGroup;  // a quantised group at most, whatever the instruction set
+constexpr int kActivationGroupBytes = 20 + 4 * kGroup;  // a quantised group at most, whatever the instruction set
 
 // out: [rows, n] = x: [rows, k] times the quantised weight, plus the bias unless null. `gated`: the weight's rows are a
 // gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `norm`, unless null: the
@@ -113,13 +125,13 @@ struct QuantizedLinear {
   const float* norm;      // [k]
   float eps;
   float* total;            // [rows, k]
-  const uint8_t* w;        // [panels, k / 4, kPanel, 4], k rounded up to whole groups
-  const uint16_t* w_scale;  // float16 [panels, k / kGroup, kPanel]
+  Codes codes;
   const float* bias;       // [n]
   bool gated;
   float* out;
   float* lines;       // scratch for each thread: k rounded up to whole groups
   void* activations;  // scratch: kActivationGroupBytes for each group of `rows` rows, or of kLoneRows for each thread
+  uint8_t* panels;    // scratch for each thread where codes have an offset: twice a panel's codes, a byte each
 };
 
 struct Kernels {
@@ -133,6 +145,8 @@ struct Kernels {
   void (*attend)(const Attention& a, int threads);
   void (*linear)(const Linear& a, int threads);
   void (*quantized_linear)(const QuantizedLinear& a, int threads);
+  // out: [rows], where the largest of each row's n numbers stands first; a NaN counts as larger than all.
+  void (*argmax)(const float* x, int64_t stride, int64_t rows, int64_t n, int64_t* out, int threads);
 };
 
 const Kernels& portable_kernels();

@@ -13,7 +13,6 @@ constexpr bool kHasScales = false;
 template <>
 constexpr bool kHasScales<int8_t> = true;
 
-typedef uint16_t ShortVec __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 typedef int8_t ByteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
 INLINE Vec load_stored(const float* p) { return load(p); }

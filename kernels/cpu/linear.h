@@ -1,13 +1,15 @@
-// y = x W^T + bias with W in panels of kPanel output columns: [panels, k, kPanel] as float32, or, in pairs of
-// dimensions, [panels, k / 2, kPanel, 2] as bfloat16.
+// y = x W^T + bias with W in panels of kPanel output columns: [panels, k, kPanel] as float32, in pairs of dimensions,
+// [panels, k / 2, kPanel, 2], as bfloat16, or as `Codes`.
 //
-// bfloat16 storage halves what a decode step reads, which is what limits it; values are widened to float32 in
-// registers. Also for many rows: widening a panel once into the cache would leave memory idle during the sums and was
-// slower.
+// Narrow storage cuts what a decode step reads, which is what limits it; values are widened to float32 in registers.
+// bfloat16 also for many rows: widening a panel once into the cache would leave memory idle during the sums and was
+// slower. Codes take more work, so for more rows than a tile has a panel is decoded once.
 #pragma once
 
+#include "codes.h"
 #include "kernels.h"
 #include "simd.h"
+#include "team.h"
 
 constexpr int kLinearRows = kLanes == 16 ? 8 : 4;  // rows held in registers
 constexpr int kLinearVecs = 3;                     // vectors of columns held for each of them
@@ -36,6 +38,21 @@ INLINE void load_weights(const Pair* w, Vec (&out)[2]) {
   out[1] = reinterpret_cast<const Vec&>(high);
 }
 
+template <int ROWS>
+INLINE void store_tile(const Vec (&acc)[ROWS][kLinearVecs], const float* bias, float* out, int64_t out_stride,
+                       int64_t columns) {
+  for (int r = 0; r < ROWS; ++r) {
+    if (columns >= kLinearColumns) {
+      for (int j = 0; j < kLinearVecs; ++j)
+        store(out + r * out_stride + j * kLanes, bias ? acc[r][j] + load(bias + j * kLanes) : acc[r][j]);
+    } else {  // the last panel is padded
+      float line[kLinearColumns];
+      for (int j = 0; j < kLinearVecs; ++j) store(line + j * kLanes, acc[r][j]);
+      for (int64_t c = 0; c < columns; ++c) out[r * out_stride + c] = bias ? line[c] + bias[c] : line[c];
+    }
+  }
+}
+
 // ROWS rows of x against kLinearColumns columns of a panel. A sum runs over k in order and in float32 whatever the tile
 // and the storage, so a row's result is the same bits in every batch.
 template <int ROWS, typename Weight>
@@ -50,30 +67,39 @@ static void linear_tile(const float* x, int64_t x_stride, const Weight* w, int64
       for (int r = 0; r < ROWS; ++r)
         for (int j = 0; j < kLinearVecs; ++j) acc[r][j] += weight[j][d] * x[r * x_stride + i + d];
   }
-  for (int r = 0; r < ROWS; ++r) {
-    if (columns >= kLinearColumns) {
-      for (int j = 0; j < kLinearVecs; ++j)
-        store(out + r * out_stride + j * kLanes, bias ? acc[r][j] + load(bias + j * kLanes) : acc[r][j]);
-    } else {  // the last panel is padded
-      float line[kLinearColumns];
-      for (int j = 0; j < kLinearVecs; ++j) store(line + j * kLanes, acc[r][j]);
-      for (int64_t c = 0; c < columns; ++c) out[r * out_stride + c] = bias ? line[c] + bias[c] : line[c];
-    }
-  }
+  store_tile<ROWS>(acc, bias, out, out_stride, columns);
 }
 
-// Rows `row` to `row + rows` of x against one panel.
-template <typename Weight>
-INLINE void linear_panel(const Linear& a, const Weight* weights, int64_t panel, int64_t row, int64_t rows) {
-  typedef void (*Tile)(const float*, int64_t, const Weight*, int64_t, const float*, float*, int64_t, int64_t);
-  static constexpr Tile tiles[] = {nullptr, linear_tile<1, Weight>, linear_tile<2, Weight>, linear_tile<3, Weight>,
-                                   linear_tile<4, Weight>,
+// As `linear_tile`, with codes from the first of these columns on.
+template <int ROWS, bool NIBBLES>
+static void coded_tile(const float* x, int64_t x_stride, const Codes& codes, int64_t k, const float* bias, float* out,
+                       int64_t out_stride, int64_t columns) {
+  Vec acc[ROWS][kLinearVecs] = {};
+  const uint8_t* w = codes.data;
+  const uint16_t *scale = codes.scale, *offset = codes.offset;
+  for (int64_t i = 0; i < k; i += kGroup, w += kGroup * kPanel / (NIBBLES ? 2 : 1), scale += kPanel) {
+    each_dimension<NIBBLES, kLinearVecs>(w, scale, offset, [&](int d, const Vec(&weight)[kLinearVecs]) {
+      for (int r = 0; r < ROWS; ++r)
+        for (int j = 0; j < kLinearVecs; ++j) acc[r][j] += weight[j] * x[r * x_stride + i + d];
+    });
+    if (NIBBLES) offset += kPanel;
+  }
+  store_tile<ROWS>(acc, bias, out, out_stride, columns);
+}
+
 #if defined(__AVX512F__)
-                                   linear_tile<5, Weight>, linear_tile<6, Weight>, linear_tile<7, Weight>,
-                                   linear_tile<8, Weight>
+#define TILES(tile, type) \
+  {nullptr, tile<1, type>, tile<2, type>, tile<3, type>, tile<4, type>, tile<5, type>, tile<6, type>, tile<7, type>, \
+   tile<8, type>}
+#else
+#define TILES(tile, type) {nullptr, tile<1, type>, tile<2, type>, tile<3, type>, tile<4, type>}
 #endif
-  };
-  const Weight* w = weights + panel * kPanel * (a.k / kDepth<Weight>);
+
+// Rows `row` to `row + rows` of x against one panel, whose weights are w.
+template <typename Weight>
+INLINE void linear_panel(const Linear& a, const Weight* w, int64_t panel, int64_t row, int64_t rows) {
+  typedef void (*Tile)(const float*, int64_t, const Weight*, int64_t, const float*, float*, int64_t, int64_t);
+  static constexpr Tile tiles[] = TILES(linear_tile, Weight);
   const int64_t column = panel * kPanel, count = (rows + kLinearRows - 1) / kLinearRows;
   for (int64_t i = 0; i < count; ++i) {  // of even height: 9 rows are 5 + 4
     const int64_t first = row + rows * i / count, height = row + rows * (i + 1) / count - first;
@@ -83,23 +109,45 @@ INLINE void linear_panel(const Linear& a, const Weight* weights, int64_t panel, 
   }
 }
 
+// scratch: k * kPanel.
+template <bool NIBBLES>
+INLINE void coded_panel(const Linear& a, int64_t panel, int64_t row, int64_t rows, float* scratch) {
+  typedef void (*Tile)(const float*, int64_t, const Codes&, int64_t, const float*, float*, int64_t, int64_t);
+  static constexpr Tile tiles[] = TILES(coded_tile, NIBBLES);
+  const int64_t column = panel * kPanel;
+  const Codes codes = panel_of(a.codes, panel, a.k / kGroup);
+  if (rows > kLinearRows) {
+    decode_panel<NIBBLES>(codes, a.k / kGroup, scratch);
+    return linear_panel(a, scratch, panel, row, rows);
+  }
+  for (int64_t c = 0; c < kPanel && column + c < a.n; c += kLinearColumns)
+    tiles[rows](a.x + row * a.x_stride, a.x_stride,
+                {codes.data + c * 4, codes.scale + c, NIBBLES ? codes.offset + c : nullptr}, a.k,
+                a.bias ? a.bias + column + c : nullptr, a.out + row * a.n + column + c, a.n, a.n - column - c);
+}
+
 static void linear(const Linear& a, int threads) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, row_blocks = (a.rows + kRowBlock - 1) / kRowBlock;
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
   const int64_t run = row_blocks > 1 ? 1 : max(1, panels / (threads * 4)), runs = (panels + run - 1) / run;
   int64_t next = 0;
-#pragma omp parallel num_threads(static_cast<int>(min(threads, row_blocks* runs)))
-  for (;;) {
-    const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-    if (i >= row_blocks * runs) break;
-    const int64_t row = i / runs * kRowBlock, first = i % runs * run;
-    for (int64_t panel = first; panel < min(first + run, panels); ++panel) {
-      const int64_t rows = min(kRowBlock, a.rows - row);
-      if (a.w_float) {
-        linear_panel(a, a.w_float, panel, row, rows);
-      } else {
-        linear_panel(a, reinterpret_cast<const Pair*>(a.w_bfloat16), panel, row, rows);
+  team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
+    for (;;) {
+      const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+      if (i >= row_blocks * runs) break;
+      const int64_t row = i / runs * kRowBlock, rows = min(kRowBlock, a.rows - row), first = i % runs * run;
+      for (int64_t panel = first; panel < min(first + run, panels); ++panel) {
+        float* scratch = a.panels + thread * a.k * kPanel;
+        if (a.w_float) {
+          linear_panel(a, a.w_float + panel * kPanel * a.k, panel, row, rows);
+        } else if (a.w_bfloat16) {
+          linear_panel(a, reinterpret_cast<const Pair*>(a.w_bfloat16) + panel * kPanel * (a.k / 2), panel, row, rows);
+        } else if (a.codes.offset) {
+          coded_panel<true>(a, panel, row, rows, scratch);
+        } else {
+          coded_panel<false>(a, panel, row, rows, scratch);
+        }
       }
     }
-  }
+  });
 }

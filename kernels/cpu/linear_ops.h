@@ -1,11 +1,15 @@
 // The operators of dense layers.
 #pragma once
 
+#include <ATen/ops/empty.h>
+#include <c10/util/Half.h>
+
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "checks.h"
+#include "team.h"
 
 namespace {
 
@@ -48,33 +52,87 @@ Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, const MaybeTe
   active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / n, n, k,
                   wide ? packed.const_data_ptr<float>() : nullptr,
                   wide ? nullptr : reinterpret_cast<const uint16_t*>(packed.const_data_ptr()),
-                  bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>()},
+                  {},
+                  bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>(), nullptr},
                  threads());
+  return out;
+}
+
+// A weight of n columns, or of a gate and an up projection of n / 2 each, for inputs of k.
+Codes codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n, int64_t k, bool gated) {
+  const int64_t groups = (k + kGroup - 1) / kGroup, panels = ((gated ? n / 2 : n) + kPanel - 1) / kPanel << gated;
+  const int64_t per_word = offset ? 8 : 4;
+  TORCH_CHECK_TYPE(data.device().is_cpu() && data.scalar_type() == at::kByte,
+                   "a quantized weight is a uint8 CPU tensor, got ", data.scalar_type(), " on ", data.device());
+  TORCH_CHECK_VALUE(n > 0 && data.is_contiguous() && data.dim() == 4 && data.size(0) == panels &&
+                        data.size(2) == kPanel && data.size(3) == 4,
+                    "a quantized weight of ", n, " columns is contiguous [", panels, ", k / ", per_word, ", ", kPanel,
+                    ", 4], got ", data.sizes());
+  TORCH_CHECK_VALUE(data.size(1) * per_word == groups * kGroup, "x must be [..., k] with k up to ",
+                    data.size(1) * per_word, " and above ", data.size(1) * per_word - kGroup, ", got ", k);
+  const auto halves = [&](const Tensor& x, const char* name) {
+    TORCH_CHECK_TYPE(x.device().is_cpu() && x.scalar_type() == at::kHalf, "the ", name,
+                     " of a quantized weight is a float16 CPU tensor, got ", x.scalar_type(), " on ", x.device());
+    TORCH_CHECK_VALUE(x.is_contiguous() && x.dim() == 3 && x.size(0) == panels && x.size(1) == groups &&
+                          x.size(2) == kPanel,
+                      "the ", name, " of a quantized weight must be contiguous [", panels, ", ", groups, ", ", kPanel,
+                      "], got ", x.sizes());
+    return reinterpret_cast<const uint16_t*>(x.const_data_ptr());
+  };
+  return {data.const_data_ptr<uint8_t>(), halves(scale, "scale"), offset ? halves(*offset, "offset") : nullptr};
+}
+
+Tensor coded_linear(const Tensor& x_in, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n,
+                    const MaybeTensor& bias) {
+  TORCH_CHECK_VALUE(x_in.dim() >= 1 && x_in.size(-1) % kGroup == 0, "x must be [..., k], k a multiple of ", kGroup,
+                    ", got ", x_in.sizes());
+  const int64_t k = x_in.size(-1), team = threads();
+  const Codes codes = codes_of(data, scale, offset, n, k, false);
+  const Tensor x = rows_of(x_in, k), bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
+  Tensor out = empty_result(x, n);
+  if (out.numel() == 0) return out;
+  Tensor panels = at::empty({team * k * kPanel}, x.options());
+  active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / n, n, k, nullptr, nullptr,
+                  codes, bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>(),
+                  panels.data_ptr<float>()},
+                 static_cast<int>(team));
+  return out;
+}
+
+// index: [m] -> [m, k], those rows of the weight.
+Tensor coded_rows(const Tensor& index, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n,
+                  int64_t k) {
+  const Codes codes = codes_of(data, scale, offset, n, k, false);
+  check_index(index, "index", at::kLong, 1);
+  const int64_t* rows = index.const_data_ptr<int64_t>();
+  const int64_t count = index.size(0), groups = (k + kGroup - 1) / kGroup;
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK_INDEX(rows[i] >= 0 && rows[i] < n, "row ", rows[i], " is outside a weight of ", n, " rows");
+  Tensor out = at::empty({count, k}, index.options().dtype(at::kFloat));
+  float* values = out.data_ptr<float>();
+  const auto half = [](uint16_t bits) { return static_cast<float>(c10::Half(bits, c10::Half::from_bits())); };
+  team_for(count < 64 ? 1 : threads(), count, 16, [&](int64_t i) {
+    const int64_t column = rows[i] % kPanel, panel = rows[i] / kPanel * groups;
+    for (int64_t d = 0; d < k; ++d) {
+      const int64_t at = (panel + d / kGroup) * kPanel + column, in_group = d % kGroup;
+      const float step = half(codes.scale[at]);
+      const int64_t word = codes.offset ? in_group / 8 : in_group / 4, words = kGroup / (codes.offset ? 8 : 4);
+      const uint8_t byte = codes.data[(((panel + d / kGroup) * words + word) * kPanel + column) * 4 + in_group % 4];
+      const int code = codes.offset ? byte >> in_group / 4 % 2 * 4 & 15 : byte - 128;
+      values[i * k + d] = step * static_cast<float>(code) + (codes.offset ? half(codes.offset[at]) : 0.0f);
+    }
+  });
   return out;
 }
 
 // (y, the sum of x and residual if there is one); norm and residual as in `QuantizedLinear`.
 std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTensor& residual_in,
                                              const MaybeTensor& norm_in, double eps, const Tensor& data,
-                                             const Tensor& scale, int64_t n, bool gated, const MaybeTensor& bias) {
+                                             const Tensor& scale, const MaybeTensor& offset, int64_t n, bool gated,
+                                             const MaybeTensor& bias) {
   TORCH_CHECK_VALUE(x_in.dim() >= 1, "x must be [..., k], got a scalar");
   const int64_t k = x_in.size(-1), groups = (k + kGroup - 1) / kGroup, width = gated ? n / 2 : n;
-  const int64_t panels = (width + kPanel - 1) / kPanel * (gated ? 2 : 1);
-  TORCH_CHECK_TYPE(data.device().is_cpu() && data.scalar_type() == at::kByte,
-                   "a quantized weight is a uint8 CPU tensor, got ", data.scalar_type(), " on ", data.device());
-  TORCH_CHECK_VALUE(n > 0 && data.is_contiguous() && data.dim() == 4 && data.size(0) == panels &&
-                        data.size(2) == kPanel && data.size(3) == 4,
-                    "a quantized weight of ", n, " columns is contiguous [", panels, ", k / 4, ", kPanel, ", 4], got ",
-                    data.sizes());
-  TORCH_CHECK_VALUE(data.size(1) * 4 == groups * kGroup, "x must be [..., k] with k up to ", data.size(1) * 4,
-                    " and above ", data.size(1) * 4 - kGroup, ", got ", x_in.sizes());
-  TORCH_CHECK_TYPE(scale.device().is_cpu() && scale.scalar_type() == at::kHalf,
-                   "the scale of a quantized weight is a float16 CPU tensor, got ", scale.scalar_type(), " on ",
-                   scale.device());
-  TORCH_CHECK_VALUE(scale.is_contiguous() && scale.dim() == 3 && scale.size(0) == panels && scale.size(1) == groups &&
-                        scale.size(2) == kPanel,
-                    "the scale of a quantized weight must be contiguous [", panels, ", ", groups, ", ", kPanel,
-                    "], got ", scale.sizes());
+  const Codes codes = codes_of(data, scale, offset, n, k, gated);
   const Tensor x = rows_of(x_in, k);
   const Tensor bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
   const Tensor norm = norm_in ? values_of(*norm_in, k, "weight") : Tensor();
@@ -90,31 +148,34 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
   const int64_t rows = out.numel() / width, team = threads();
   const int64_t lines = team * groups * kGroup;
   const int64_t quantized = std::max(rows, kLoneRows * team) * groups * (kActivationGroupBytes / 4);
-  Tensor scratch = at::empty({lines + quantized}, x.options());
+  const int64_t panel_bytes = offset ? team * 2 * groups * kGroup * kPanel : 0;
+  Tensor scratch = at::empty({lines + quantized + panel_bytes / 4}, x.options());
   const auto data_of = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
   active->quantized_linear(
       {x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, rows, n, k, data_of(residual), data_of(norm),
-       static_cast<float>(eps), residual_in ? total.data_ptr<float>() : nullptr, data.const_data_ptr<uint8_t>(),
-       reinterpret_cast<const uint16_t*>(scale.const_data_ptr()), data_of(bias_values), gated,
-       out.data_ptr<float>(), scratch.data_ptr<float>(), scratch.data_ptr<float>() + lines},
+       static_cast<float>(eps), residual_in ? total.data_ptr<float>() : nullptr, codes, data_of(bias_values), gated,
+       out.data_ptr<float>(), scratch.data_ptr<float>(), scratch.data_ptr<float>() + lines,
+       reinterpret_cast<uint8_t*>(scratch.data_ptr<float>() + lines + quantized)},
       static_cast<int>(team));
   return {out, total};
 }
 
-Tensor quantized_linear(const Tensor& x, const Tensor& data, const Tensor& scale, int64_t n, bool gated,
-                        const MaybeTensor& bias) {
-  return std::get<0>(quantized_product(x, std::nullopt, std::nullopt, 0.0, data, scale, n, gated, bias));
+Tensor quantized_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n,
+                        bool gated, const MaybeTensor& bias) {
+  return std::get<0>(quantized_product(x, std::nullopt, std::nullopt, 0.0, data, scale, offset, n, gated, bias));
 }
 
 Tensor norm_quantized_linear(const Tensor& x, const Tensor& weight, double eps, const Tensor& data,
-                             const Tensor& scale, int64_t n, bool gated, const MaybeTensor& bias) {
-  return std::get<0>(quantized_product(x, std::nullopt, weight, eps, data, scale, n, gated, bias));
+                             const Tensor& scale, const MaybeTensor& offset, int64_t n, bool gated,
+                             const MaybeTensor& bias) {
+  return std::get<0>(quantized_product(x, std::nullopt, weight, eps, data, scale, offset, n, gated, bias));
 }
 
 std::tuple<Tensor, Tensor> add_norm_quantized_linear(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                                                     double eps, const Tensor& data, const Tensor& scale, int64_t n,
-                                                     bool gated, const MaybeTensor& bias) {
-  return quantized_product(x, residual, weight, eps, data, scale, n, gated, bias);
+                                                     double eps, const Tensor& data, const Tensor& scale,
+                                                     const MaybeTensor& offset, int64_t n, bool gated,
+                                                     const MaybeTensor& bias) {
+  return quantized_product(x, residual, weight, eps, data, scale, offset, n, gated, bias);
 }
 
 }  // namespace

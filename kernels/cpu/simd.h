@@ -101,6 +101,23 @@ INLINE IntVec round_to_int(Vec x) {
   return reinterpret_cast<const IntVec&>(shifted) - reinterpret_cast<const IntVec&>(magic);
 }
 
+typedef uint16_t ShortVec __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+
+// Finite float16 numbers: their bits in the place of a float32's are the number divided by 2^112.
+INLINE Vec load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+  Vec wide;
+  asm("vcvtph2ps %1, %0" : "=v"(wide) : "m"(*reinterpret_cast<const ShortVec*>(p)));
+  return wide;
+#else
+  const IntVec bits = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), IntVec);
+  const IntVec magnitude = (bits & 0x7fff) << 13;
+  const Vec value = reinterpret_cast<const Vec&>(magnitude) * 0x1p112f;
+  const IntVec whole = reinterpret_cast<const IntVec&>(value) | (bits & 0x8000) << 16;
+  return reinterpret_cast<const Vec&>(whole);
+#endif
+}
+
 // 2^x for x up to 127, relative error about 1e-7. Below -126 it stays at 2^-126; NaN stays NaN.
 INLINE Vec exp2(Vec x) {
   const Vec low = splat(-126.0f), high = splat(127.0f);

@@ -14,7 +14,7 @@ from engine.models.decoder import Decoder
 from engine.sampling_params import SamplingParams
 from kernels.attention import AttentionMetadata, select_backend
 from kernels.linear import PackedWeight
-from kernels.quantized_linear import QuantizedWeight
+from kernels.quantized_weight import QuantizedWeight
 from tests import tiny_models
 from tests.engine.build import build_engine
 from tests.scripted import drain

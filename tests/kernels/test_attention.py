@@ -445,3 +445,26 @@ def test_cpu_cache_of_another_type_is_refused():
         CpuBackend().kv_cache(2, 16, 1, 64, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match=r"cache of torch.float16"):
         CpuBackend(kv_dtype=torch.float16).kv_cache(2, 16, 1, 64, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("backend_type", [TorchBackend, CpuBackend])
+def test_rotary_attend_is_rotary_write_then_attend(backend_type, kv_dtype):
+    assert cpu_ops.load()
+    heads, kv_heads, dim = 9, 3, 64
+    backend = backend_type(kv_dtype=kv_dtype)
+    batches = [paged_batch(backend, [5, 40], [5, 1], heads, kv_heads, dim, 16) for _ in range(2)]
+    rotary = rotary_table(dim, 64, 1e4, "default", {})
+    positions = torch.tensor([0, 1, 2, 3, 4, 39])
+    qkv = torch.randn(6, (heads + 2 * kv_heads) * dim)
+    for batch in batches:
+        tables = [batch.metadata.block_tables[row] for row in batch.metadata.rows.tolist()]
+        batch.metadata.slots = torch.cat((slots_of(tables[0], 5, 16), slots_of(tables[1], 40, 16)[-1:]))
+    one, two = batches
+    cache = one.k_cache, one.v_cache
+    got = backend.rotary_attend(qkv, heads, kv_heads, rotary, positions, cache, one.metadata, 0.1)
+    q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
+    q = backend.rotary_write(q, k, v, *rotary, positions, two.k_cache, two.v_cache, two.metadata.slots)
+    assert torch.equal(got, backend.attend(q, two.k_cache, two.v_cache, two.metadata, 0.1).flatten(1))
+    for a, b in ((one.k_cache, two.k_cache), (one.v_cache, two.v_cache)):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -3,12 +3,19 @@
 import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import pad
 
 from kernels import cpu_ops
 from kernels.linear import PackedWeight, linear, pack_weight
+from kernels.quantized_weight import PANEL, QuantizedWeight
+from tests.kernels.weights import q4_1, q8_0
+
+GGUF = {"q4_1": q4_1, "q8_0": q8_0}
 
 
 def weight_of(n, k, stored):
+    if stored in GGUF:
+        return GGUF[stored](n, k)
     weight = torch.randn(n, k) * k**-0.5
     return weight.bfloat16().float() if stored is torch.bfloat16 else weight
 
@@ -40,6 +47,37 @@ def test_an_odd_depth_stays_float32(isa):
     torch.testing.assert_close(linear(x, pack), torch_linear(x, weight))
 
 
+@pytest.mark.parametrize("stored", GGUF)
+@pytest.mark.parametrize(("n", "k"), [(48, 64), (960, 576), (100, 96)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 150])
+def test_codes_give_the_bits_that_their_values_in_float32_give(isa, rows, n, k, stored):
+    weight, x, bias = weight_of(n, k, stored), torch.randn(rows, k), torch.randn(n)
+    pack = packed(weight)
+    assert isinstance(pack.data, QuantizedWeight)
+    wide = PackedWeight(panels_of(weight), n, k)
+    for b in (None, bias):
+        assert torch.equal(linear(x, pack, b), linear(x, wide, b))
+
+
+def panels_of(weight):
+    n, k = weight.shape
+    return pad(weight, (0, 0, 0, -n % PANEL)).view(-1, PANEL, k).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("rows", [1, 9, 200])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, *GGUF])
+def test_thread_count_does_not_change_the_bits(threads, rows, stored):
+    pack, x = packed(weight_of(1000, 576, stored)), torch.randn(rows, 576)
+    expected = linear(x, pack)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(linear(x, pack), expected)
+    finally:
+        torch.set_num_threads(usual)
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_packing_loses_nothing(stored):
     weight = weight_of(100, 64, stored)
@@ -52,7 +90,7 @@ def test_a_weight_that_bfloat16_would_round_is_kept_in_float32():
     assert packed(weight).data.dtype is torch.float32
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, *GGUF])
 def test_a_row_gets_the_same_bits_in_every_batch(isa, stored):
     pack, x = packed(weight_of(100, 576, stored)), torch.randn(300, 576)
     together = linear(x, pack)

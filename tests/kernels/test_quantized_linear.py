@@ -1,37 +1,37 @@
 """The 8-bit dense layer: its definition against float arithmetic, C++ against the definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
 from kernels import cpu_ops, rms_norm
-from kernels.quantized_linear import (
-    ACTIVATION_GROUP,
-    GROUP,
-    QuantizedWeight,
-    norm_quantized_linear,
-    quantize,
-    quantize_weight,
-    quantized_linear,
-    reference,
-)
+from kernels.quantized_linear import ACTIVATION_GROUP, norm_quantized_linear, quantize, quantized_linear, reference
+from kernels.quantized_weight import GROUP, QuantizedWeight, quantize_weight
+from tests.kernels.weights import q4_1
 
 
-def weight_of(n, k, gated=False):
-    weight = torch.randn(n, k) * k**-0.5
-    return weight, quantize_weight(weight, gated)
+def weight_of(n, k, gated=False, four_bits=False):
+    weight = q4_1(n, k) if four_bits else torch.randn(n, k) * k**-0.5
+    quantized = quantize_weight(weight, gated)
+    assert (quantized.offset is not None) == four_bits
+    return weight, quantized
 
 
 def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+SHAPES = [(48, 64, False), (960, 576, False), (100, 96, False), (2, 2, False), (50, 130, False)]
+
+
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(48, 64), (960, 576), (100, 96), (2, 2), (50, 130)])
+@pytest.mark.parametrize(("n", "k", "four_bits"), [*SHAPES, (960, 576, True), (100, 96, True)])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 150])
-def test_quantized_linear_equals_reference(isa, rows, n, k, gated):
-    _, weight = weight_of(n, k, gated)
+def test_quantized_linear_equals_reference(isa, rows, n, k, four_bits, gated):
+    _, weight = weight_of(n, k, gated, four_bits)
     x, bias = torch.randn(rows, k), torch.randn(n)
     before = x.clone()
     for b in (None, bias):
@@ -55,8 +55,9 @@ def test_gated_reference_is_swiglu_within_two_percent_of_float():
     assert (reference(x, quantized) - expected).norm() < 0.02 * expected.norm()
 
 
-def test_reference_multiplies_the_numbers_that_the_bits_stand_for():
-    _, quantized = weight_of(50, 64)
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_reference_multiplies_the_numbers_that_the_bits_stand_for(four_bits):
+    _, quantized = weight_of(50, 64, four_bits=four_bits)
     x = torch.randn(5, 64)
     values, scale = quantize(x.view(5, -1, ACTIVATION_GROUP))
     stood_for = quantized.rows(torch.arange(50))
@@ -88,9 +89,10 @@ def test_norm_quantized_linear_equals_its_parts(isa, rows, gated, residual):
         assert (y - expected).norm() < 0.002 * expected.norm()
 
 
+@pytest.mark.parametrize("four_bits", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_row_gets_the_same_bits_in_every_batch(isa, gated):
-    _, weight = weight_of(200, 576, gated)
+def test_a_row_gets_the_same_bits_in_every_batch(isa, gated, four_bits):
+    _, weight = weight_of(200, 576, gated, four_bits)
     x, norm = torch.randn(300, 576), torch.rand(576)
     together = quantized_linear(x, weight)
     normed, _ = norm_quantized_linear(x, x, norm, 1e-5, weight)
@@ -100,10 +102,11 @@ def test_a_row_gets_the_same_bits_in_every_batch(isa, gated):
     assert torch.equal(quantized_linear(x[31:32], weight), together[31:32])
 
 
+@pytest.mark.parametrize("four_bits", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 5, 200])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_thread_count_does_not_change_the_bits(threads, rows):
-    _, weight = weight_of(1000, 576)
+def test_thread_count_does_not_change_the_bits(threads, rows, four_bits):
+    _, weight = weight_of(1000, 576, four_bits=four_bits)
     x, norm = torch.randn(rows, 576), torch.rand(576)
     expected = norm_quantized_linear(x, x, norm, 1e-5, weight)
     usual = torch.get_num_threads()
@@ -150,14 +153,6 @@ def test_rows_are_the_weight_within_half_a_step():
     assert ((quantized.rows(index) - weight[index]).abs() <= 0.51 * step[index]).all()
 
 
-def test_a_weight_of_q8_0_comes_out_as_it_is():
-    scale = (torch.rand(50, 4, 1) * 0.01).half().float()
-    values = torch.randint(-127, 128, (50, 4, GROUP)).float()
-    values[..., 5] = 127.0
-    weight = (values * scale).flatten(1)
-    assert torch.equal(quantize_weight(weight).rows(torch.arange(50)), weight)
-
-
 def test_a_quantized_weight_takes_little_over_a_quarter():
     _, weight = weight_of(960, 576)
     assert weight.data.nbytes + weight.scale.nbytes < 0.27 * 960 * 576 * 4
@@ -171,9 +166,13 @@ def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"bias must be \[50\]"):
         quantized_linear(torch.zeros(2, 64), weight, torch.zeros(49))
     with pytest.raises(ValueError, match="quantized weight of 500"):
-        quantized_linear(torch.zeros(2, 64), QuantizedWeight(weight.data, weight.scale, 500, 64, False))
+        quantized_linear(torch.zeros(2, 64), QuantizedWeight(weight.data, weight.scale, None, 500, 64, False))
     with pytest.raises(ValueError, match="scale of a quantized weight"):
-        quantized_linear(torch.zeros(2, 64), QuantizedWeight(weight.data, weight.scale[:1], 50, 64, False))
+        quantized_linear(torch.zeros(2, 64), QuantizedWeight(weight.data, weight.scale[:1], None, 50, 64, False))
+    _, four_bits = weight_of(50, 64, four_bits=True)
+    wrong = replace(four_bits, offset=four_bits.offset[:1])
+    with pytest.raises(ValueError, match="offset of a quantized weight"):
+        quantized_linear(torch.zeros(2, 64), wrong)
     with pytest.raises(ValueError, match="one shape"):
         norm_quantized_linear(torch.zeros(2, 64), torch.zeros(3, 64), torch.ones(64), 1e-5, weight)
     with pytest.raises(ValueError, match=r"weight must be \[64\]"):

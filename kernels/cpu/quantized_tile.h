@@ -1,0 +1,185 @@
+// A few rows of activations in 8 bits against one panel of codes.
+#pragma once
+
+#include "codes.h"
+#include "kernels.h"
+#include "kv_types.h"
+#include "simd.h"
+
+// How four weights of each lane meet four activations. kParts: 32-bit words that four activations take; a tile holds up
+// to kTileHeight rows and tile_vecs(rows) vectors of columns in registers.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+constexpr int kParts = 1;
+constexpr int kTileHeight = kLanes == 16 ? 4 : 3;
+constexpr int tile_vecs(int rows) { return kLanes == 16 ? 3 : rows == 1 ? 6 : rows == 2 ? 3 : 2; }
+
+// Written as assembly because g++ 12 copies registers around the builtin and halves the speed.
+INLINE void multiply_add(IntVec& acc, const LaneVec (&w)[1], const int32_t* x) {
+#if defined(__AVX512VNNI__)
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w[0]), "v"(splat(x[0])));
+#else
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w[0]), "x"(splat(x[0])));
+#endif
+}
+
+INLINE void split_weights(LaneVec words, LaneVec (&w)[1]) { w[0] = words; }
+INLINE void store_activations(IntVec x, int32_t* to) {
+  *reinterpret_cast<ByteVec*>(to) = __builtin_convertvector(x, ByteVec);
+}
+
+#elif defined(__SSE2__)
+
+// Dimensions 0 and 2 as one pair of 16-bit numbers, 1 and 3 as another: products are added up in 32 bits.
+constexpr int kParts = 2;
+constexpr int kTileHeight = kLanes == 16 ? 3 : 4;
+constexpr int tile_vecs(int rows) { return kLanes == 16 || rows == 1 ? 3 : rows == 2 ? 2 : 1; }
+
+INLINE IntVec multiply_pairs(LaneVec w, IntVec x) {
+  IntVec sum;
+#if defined(__AVX512BW__)
+  asm("vpmaddwd %2, %1, %0" : "=v"(sum) : "v"(w), "v"(x));
+#elif defined(__AVX2__)
+  asm("vpmaddwd %2, %1, %0" : "=x"(sum) : "x"(w), "x"(x));
+#else
+  sum = reinterpret_cast<const IntVec&>(w);
+  asm("pmaddwd %1, %0" : "+x"(sum) : "x"(x));
+#endif
+  return sum;
+}
+
+INLINE void multiply_add(IntVec& acc, const LaneVec (&w)[2], const int32_t* x) {
+  acc += multiply_pairs(w[0], splat(x[0]));
+  acc += multiply_pairs(w[1], splat(x[1]));
+  acc = settled(acc);  // else g++ saves all products of a group on the stack to add them up at its end
+}
+
+INLINE void split_weights(LaneVec words, LaneVec (&w)[2]) {
+  w[0] = words & 0x00ff00ffu;
+  w[1] = words >> 8 & 0x00ff00ffu;
+}
+
+INLINE void store_activations(IntVec x, int32_t* to) {
+  for (int i = 0; i < kLanes; i += 4) {
+    *to++ = (x[i] & 0xffff) | x[i + 2] << 16;
+    *to++ = (x[i + 1] & 0xffff) | x[i + 3] << 16;
+  }
+}
+
+#else
+
+constexpr int kParts = 4;
+constexpr int kTileHeight = 2;
+constexpr int tile_vecs(int) { return 3; }
+
+INLINE void multiply_add(IntVec& acc, const LaneVec (&w)[4], const int32_t* x) {
+  for (int i = 0; i < 4; ++i) acc += reinterpret_cast<const IntVec&>(w[i]) * x[i];
+}
+
+INLINE void split_weights(LaneVec words, LaneVec (&w)[4]) {
+  for (int i = 0; i < 4; ++i) w[i] = words >> (8 * i) & 255u;
+}
+
+INLINE void store_activations(IntVec x, int32_t* to) {
+  for (int i = 0; i < kLanes; ++i) to[i] = x[i];
+}
+
+#endif
+
+constexpr int kSteps = kGroup / 4, kHalves = kGroup / kActivationGroup;
+
+// kGroup values of a row, in kHalves parts with scales of their own.
+struct ActivationGroup {
+  int32_t start[kHalves];  // -128 times the sum of the values
+  float scale[kHalves];
+  float sum;  // of the values, scaled
+  int32_t words[kSteps * kParts];
+};
+
+static_assert(sizeof(ActivationGroup) <= kActivationGroupBytes);
+
+// Quantise kGroup values: the largest of each part becomes 127, ties round to even. NaN and infinity make the scale NaN
+// or infinite, so they are not lost.
+INLINE void quantize_group(const float* x, ActivationGroup& to) {
+  to.sum = 0.0f;
+  for (int h = 0; h < kHalves; ++h, x += kActivationGroup) {
+    const float top = largest_magnitude(x, kActivationGroup), inverse = top > kTiny ? 127.0f / top : 0.0f;
+    IntVec sums = {};
+    for (int i = 0; i < kActivationGroup; i += kLanes) {
+      const IntVec q = round_to_int(load(x + i) * inverse);
+      sums += q;
+      store_activations(q, to.words + (h * kActivationGroup + i) / 4 * kParts);
+    }
+    to.start[h] = -128 * reduce(sums, [](IntQuad a, IntQuad b) { return a + b; });
+    to.scale[h] = top / 127.0f;
+    to.sum += static_cast<float>(to.start[h]) * -0x1p-7f * to.scale[h];
+  }
+}
+
+// Codes of a panel as a tile reads them.
+enum class Form {
+  kBytes,            // a weight is scale * (code - 128)
+  kNibbles,          // scale * code + offset
+  kUnpackedNibbles,  // so too, but a byte for each code
+};
+
+// Four dimensions of kLanes columns, step `i` of a group; w: the group's codes from the first of these columns on.
+template <Form FORM>
+INLINE LaneVec load_codes(const uint8_t* w, int i) {
+  if (FORM != Form::kNibbles) return *reinterpret_cast<const LaneVecUnaligned*>(w + i * kPanel * 4);
+  const LaneVec words = *reinterpret_cast<const LaneVecUnaligned*>(w + i / 2 * kPanel * 4);
+  return (i % 2 ? words >> 4 : words) & 0x0f0f0f0fu;
+}
+
+// to: [k / 4, kPanel, 4], a byte for each of a panel's 4-bit codes.
+static void unpack_nibbles(const uint8_t* codes, int64_t groups, uint8_t* to) {
+  for (int64_t i = 0; i < groups * kSteps; i += 2, codes += kPanel * 4, to += 2 * kPanel * 4)
+    for (int half = 0; half < 2; ++half)
+      for (int c = 0; c < kPanel * 4; c += kLanes * 4)
+        *reinterpret_cast<LaneVecUnaligned*>(to + half * kPanel * 4 + c) = load_codes<Form::kNibbles>(codes + c, half);
+}
+
+// ROWS rows of quantised x against a panel of codes; out: rows of kPanel floats.
+template <int ROWS, Form FORM>
+static void quantized_tile(const ActivationGroup* x, const Codes& panel, int64_t groups, float* out) {
+  constexpr int vecs = tile_vecs(ROWS), group_bytes = kGroup * kPanel / (FORM == Form::kNibbles ? 2 : 1);
+  for (int c = 0; c < kPanel; c += vecs * kLanes) {
+    const uint8_t* w = panel.data + c * 4;
+    Vec total[ROWS][vecs] = {};
+    for (int64_t g = 0; g < groups; ++g, w += group_bytes) {
+      Vec scale[vecs];
+      for (int j = 0; j < vecs; ++j) scale[j] = load_half(panel.scale + g * kPanel + c + j * kLanes);
+      for (int h = 0; h < kHalves; ++h) {
+        IntVec acc[ROWS][vecs];
+        for (int r = 0; r < ROWS; ++r)
+          for (int j = 0; j < vecs; ++j) acc[r][j] = splat(FORM == Form::kBytes ? x[r * groups + g].start[h] : 0);
+#pragma GCC unroll 8
+        for (int i = h * kSteps / kHalves; i < (h + 1) * kSteps / kHalves; ++i) {
+          LaneVec weights[vecs][kParts];
+          for (int j = 0; j < vecs; ++j) split_weights(load_codes<FORM>(w + j * kLanes * 4, i), weights[j]);
+          for (int r = 0; r < ROWS; ++r)
+            for (int j = 0; j < vecs; ++j) multiply_add(acc[r][j], weights[j], x[r * groups + g].words + i * kParts);
+        }
+        for (int j = 0; j < vecs; ++j)
+          for (int r = 0; r < ROWS; ++r)
+            total[r][j] += __builtin_convertvector(acc[r][j], Vec) * (scale[j] * x[r * groups + g].scale[h]);
+      }
+      if (FORM != Form::kBytes)
+        for (int j = 0; j < vecs; ++j) {
+          const Vec offset = load_half(panel.offset + g * kPanel + c + j * kLanes);
+          for (int r = 0; r < ROWS; ++r) total[r][j] += offset * x[r * groups + g].sum;
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int j = 0; j < vecs; ++j) store(out + r * kPanel + c + j * kLanes, total[r][j]);
+  }
+}
+
+template <Form FORM>
+INLINE void quantized_lines(const ActivationGroup* x, int64_t height, const Codes& panel, int64_t groups, float* out) {
+  typedef void (*Tile)(const ActivationGroup*, const Codes&, int64_t, float*);
+  static constexpr Tile tiles[] = {nullptr, quantized_tile<1, FORM>, quantized_tile<2, FORM>,
+                                   quantized_tile<min(3, kTileHeight), FORM>,
+                                   quantized_tile<min(4, kTileHeight), FORM>};
+  tiles[height](x, panel, groups, out);
+}

@@ -1,0 +1,154 @@
+"""Weights as whole numbers with a scale for each GROUP of them along k, laid out for the C++ kernels.
+
+Used for weights that are rounded to 8 bits on purpose (`quantization="int8"`), and for weights that were whole numbers
+before: a GGUF file of Q4_0, Q4_1, Q5_0 or Q8_0 holds codes and scales, and float32 values made of them are codes and
+scales still, at a fraction of the memory traffic. Those are found by trying, and kept only where every value comes out
+as it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import cpu_ops
+
+PANEL = 48
+"""Output columns of a panel; `kPanel` in the C++ kernels."""
+
+GROUP = 32
+"""Weights along k that share a scale; `kGroup` in the C++ kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A [n, k] weight as codes in panels of PANEL output columns, padded: columns to panels, k to groups.
+
+    offset is None: a weight is scale * code, codes from -128 to 127;
+        data: uint8 [panels, k / 4, PANEL, 4], 128 added.
+    else: a weight is scale * code + offset, codes from 0 to 15;
+        data: uint8 [panels, k / 8, PANEL, 4], of each eight the first four in the low halves.
+    scale, offset: float16 [panels, k / GROUP, PANEL].
+    gated: rows are a gate projection, then an up projection, as in SwiGLU; their panels alternate, and the layer
+        gives SiLU(gate) * up, n / 2 columns.
+    """
+
+    data: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    n: int
+    k: int
+    gated: bool
+
+    def codes(self) -> Tensor:
+        """float32 [panels, PANEL, k / GROUP, GROUP]."""
+        data = self.data.transpose(1, 2)  # [panels, PANEL, k / 4 or k / 8, 4]
+        if self.offset is not None:
+            data = torch.stack((data & 15, data >> 4), dim=-2)
+        codes = data.reshape(*self.scale.shape[::2], -1, GROUP).float()
+        return codes if self.offset is not None else codes - 128.0
+
+    def rows(self, index: Tensor) -> Tensor:
+        """index: int64 [m], each below n -> float32 [m, k], those rows as their codes stand for them; not for gated."""
+        if cpu_ops.load():
+            return cpu_ops.coded_rows(index, self.data, self.scale, self.offset, self.n, self.k)
+        return self.unpack()[index]
+
+    def unpack(self) -> Tensor:
+        """The weight as its codes stand for it: float32 [n, k]; not for gated."""
+        values = self.codes() * self.scale.transpose(1, 2)[..., None].float()
+        if self.offset is not None:
+            values += self.offset.transpose(1, 2)[..., None].float()
+        return values.flatten(2).flatten(0, 1)[: self.n, : self.k]
+
+
+def quantize_weight(weight: Tensor, gated: bool = False) -> QuantizedWeight:
+    """weight: [n, k] on a CPU -> codes: its own if `exact_codes` finds some, else rounded to 8 bits.
+
+    gated: see `QuantizedWeight`; n is even then.
+    """
+    weight = weight.float()
+    if found := exact_codes(weight, gated):
+        return found
+    groups = _in_groups(weight, gated)
+    scale = (groups.abs().amax(-1) / 127.0).half()
+    inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+    codes = (groups * inverse[..., None]).round_().clamp_(-127, 127)
+    return _packed(codes, scale, None, weight, gated)
+
+
+def exact_codes(weight: Tensor, gated: bool = False) -> QuantizedWeight | None:
+    """weight: float32 [n, k] -> codes that stand for exactly these values; None if there are none among the formats."""
+    if weight.shape[1] % GROUP:
+        return None
+    groups = _in_groups(weight, gated)
+    for attempt in (_four_bits, _eight_bits):
+        # Most weights have no codes, which the first panel shows.
+        if attempt(groups[:1]) and (found := attempt(groups)):
+            return _packed(*found, weight, gated)
+    return None
+
+
+_Codes = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _four_bits(groups: Tensor) -> _Codes | None:
+    """Q4_1 counts from the lowest value, Q4_0 from the one of greatest magnitude, which is its code 0."""
+    low, high = groups.amin(-1), groups.amax(-1)
+    extreme = torch.where(high > -low, high, low)
+    return _fit(groups, [((high - low) / 15, low), (extreme / -8, extreme)], 0, 15)
+
+
+def _eight_bits(groups: Tensor) -> _Codes | None:
+    """Q8_0 gives 127 to the greatest magnitude, Q5_0 gives it 16."""
+    extreme = groups.abs().amax(-1)
+    found = _fit(groups, [(extreme / steps, torch.zeros_like(extreme)) for steps in (127, 16)], -128, 127)
+    return None if found is None else (found[0], found[1], None)
+
+
+def _fit(
+    groups: Tensor, candidates: Sequence[tuple[Tensor, Tensor]], lowest: int, highest: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """groups: [..., GROUP]; candidates: scales and offsets [...] -> (codes, scale, offset), or None if some group is
+    exact with no candidate."""
+    found: tuple[Tensor, Tensor, Tensor] | None = None
+    missing = torch.ones(groups.shape[:-1], dtype=torch.bool)
+    for scale, offset in candidates:
+        scale, offset = scale.half(), offset.half()
+        step, start = scale.float()[..., None], offset.float()[..., None]
+        codes = ((groups - start) * torch.where(step != 0, 1.0 / step, 0.0)).round_().clamp_(lowest, highest)
+        # The product is exact: 11 bits times 8.
+        exact = (codes * step + start == groups).all(-1)
+        if found is None:
+            found = codes, scale, offset
+        else:
+            better = exact & missing
+            pairs = zip((codes, scale, offset), found, (better[..., None], better, better), strict=True)
+            found = tuple(torch.where(at, new, old) for new, old, at in pairs)  # type: ignore[assignment]
+        missing &= ~exact
+        if not missing.any():
+            return found
+    return None
+
+
+def _in_groups(weight: Tensor, gated: bool) -> Tensor:
+    """[n, k] -> [panels, PANEL, k / GROUP, GROUP], padded with zeros."""
+    n, k = weight.shape
+    if gated:
+        halves = F.pad(weight.view(2, n // 2, k), (0, 0, 0, -(n // 2) % PANEL))
+        weight = halves.view(2, -1, PANEL, k).transpose(0, 1).reshape(-1, k)
+    return F.pad(weight, (0, -k % GROUP, 0, -len(weight) % PANEL)).view(-1, PANEL, -(-k // GROUP), GROUP)
+
+
+def _packed(codes: Tensor, scale: Tensor, offset: Tensor | None, weight: Tensor, gated: bool) -> QuantizedWeight:
+    """codes: float32 [panels, PANEL, k / GROUP, GROUP]; scale, offset: float16 [panels, PANEL, k / GROUP]."""
+    if offset is None:
+        data = (codes + 128).to(torch.uint8).flatten(2).unflatten(2, (-1, 4))
+    else:
+        halves = codes.to(torch.uint8).flatten(2).unflatten(2, (-1, 2, 4))  # [panels, PANEL, k / 8, 2, 4]
+        data = halves[..., 0, :] | halves[..., 1, :] << 4
+        offset = offset.transpose(1, 2).contiguous()
+    n, k = weight.shape
+    return QuantizedWeight(data.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous(), offset, n, k, gated)

@@ -1,0 +1,48 @@
+"""Codes that stand for exactly the values given, and where there are none."""
+
+import pytest
+import torch
+
+from kernels import cpu_ops
+from kernels.quantized_weight import exact_codes, quantize_weight
+from tests.kernels.weights import q4_0, q4_1, q5_0, q8_0
+
+
+@pytest.mark.parametrize(("make", "four_bits"), [(q4_0, True), (q4_1, True), (q5_0, False), (q8_0, False)])
+@pytest.mark.parametrize("find", [exact_codes, quantize_weight])
+def test_values_of_a_gguf_format_come_out_as_they_are(make, four_bits, find):
+    weight = make(100, 128)
+    found = find(weight)
+    assert (found.offset is not None) == four_bits
+    assert torch.equal(found.unpack(), weight)
+
+
+def test_groups_of_several_formats_in_one_matrix_are_found():
+    weight = torch.cat((q4_0(50, 64), q4_1(50, 64), torch.full((1, 64), 0.25), torch.zeros(1, 64)))
+    assert torch.equal(exact_codes(weight).unpack(), weight)
+
+
+def test_one_value_that_is_no_code_is_enough_to_find_none():
+    weight = q4_1(100, 128)
+    weight[99, 127] *= 1.001
+    assert exact_codes(weight) is None
+    assert exact_codes(torch.randn(48, 64)) is None
+    assert exact_codes(q8_0(48, 64)[:, :33]) is None
+
+
+@pytest.mark.parametrize("make", [q4_1, q8_0])
+def test_rows_are_rows_of_the_weight(make):
+    weight, index = make(100, 96), torch.tensor([99, 0, 47, 48, 99])
+    assert torch.equal(exact_codes(weight).rows(index), weight[index])
+
+
+@pytest.mark.parametrize("make", [q4_1, q8_0])
+def test_many_rows_too(make):
+    weight, index = make(100, 96), torch.randint(0, 100, (500,))
+    assert torch.equal(exact_codes(weight).rows(index), weight[index])
+
+
+def test_a_row_outside_is_refused():
+    assert cpu_ops.load()
+    with pytest.raises(IndexError, match="row 100 is outside"):
+        exact_codes(q4_1(100, 96)).rows(torch.tensor([100]))
