@@ -1,24 +1,26 @@
-"""Time of each CPU kernel beside plain torch and beside what memory allows: `python -m benchmarks.kernels_cpu`.
+"""Time of each CPU kernel beside plain torch and beside what the machine allows: `python -m benchmarks.kernels_cpu`.
 
 Shapes are SmolLM2-135M's: 30 layers, hidden 576, 9 query and 3 KV heads of 64, MLP 1536, vocabulary 49152. Each layer
-has its own weights and cache, so the times are those of a whole step. Best of several runs.
+has its own weights and cache, so the times are those of a whole step. Best of several runs. Read bandwidth and the
+peak rates of multiply-adds (`peak.cpp`, built with g++ for this CPU) are measured in the same run.
 """
 
 import argparse
 import json
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
 
-from kernels import activation, cpu_ops, rms_norm, rotary
+from benchmarks.limits import Row, best_ms, limits
+from kernels import activation, argmax, cpu_ops, rms_norm, rotary
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention.torch_backend import TorchBackend
-from kernels.linear import linear, pack_weight
-from kernels.quantized_linear import norm_quantized_linear, quantize_weight, quantized_linear
+from kernels.linear import PackedWeight, linear, pack_weight
+from kernels.quantized_linear import norm_quantized_linear, quantized_linear
+from kernels.quantized_weight import GROUP, QuantizedWeight, quantize_weight
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
 MAX_SAMPLED = 32  # rows that the head sees of a step: a prompt's other tokens are not sampled
@@ -28,36 +30,6 @@ SHAPES = {
     "gate_up": (2 * MLP, HIDDEN),
     "down": (HIDDEN, MLP),
 }
-
-
-@dataclass
-class Row:
-    """Milliseconds for all layers of a step; bound_ms is bytes read over the measured read bandwidth.
-
-    torch_ms is of plain torch in float32, but for `quantized_linear` of the packed float32 kernel (bfloat16 weights).
-    """
-
-    op: str
-    case: str
-    kernel_ms: float
-    torch_ms: float
-    bound_ms: float
-
-
-def best_ms(run: Callable[[], object], repeats: int = 5) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return min(times) * 1e3
-
-
-def read_bandwidth() -> float:
-    """Bytes a millisecond that all threads together read from memory."""
-    data = torch.ones(128 << 20, dtype=torch.float32)
-    return data.nbytes / best_ms(data.sum, 20)
 
 
 def attention_step(
@@ -90,7 +62,7 @@ def attention_step(
     return run
 
 
-def attention_rows(bytes_per_ms: float) -> list[Row]:
+def attention_rows() -> list[Row]:
     rows = []
     for batch, queries, context in ((1, 1, 192), (16, 1, 192), (32, 1, 192), (1, 1, 4096), (1, 512, 512)):
         plain = best_ms(attention_step(TorchBackend(), batch, queries, context, LAYERS))
@@ -98,52 +70,81 @@ def attention_rows(bytes_per_ms: float) -> list[Row]:
             backend = CpuBackend(kv_dtype=dtype)
             fast = best_ms(attention_step(backend, batch, queries, context, LAYERS))
             read = LAYERS * batch * context * backend.kv_token_bytes(KV_HEADS, HEAD_DIM, torch.float32)
-            rows.append(Row("attention", f"{batch} x {queries} of {context}{name}", fast, plain, read / bytes_per_ms))
+            seen = queries * context - queries * (queries - 1) // 2
+            macs = 2 * LAYERS * batch * seen * HEADS * HEAD_DIM
+            rows.append(Row("attention", f"{batch} x {queries} of {context}{name}", fast, plain, read, macs))
     return rows
 
 
-def linear_rows(bytes_per_ms: float) -> list[Row]:
-    weights = [torch.randn(shape).bfloat16().float() for shape in SHAPES.values() for _ in range(LAYERS)]
-    weights.append(torch.randn(VOCAB, HIDDEN).bfloat16().float())
-    packed = [pack_weight(weight) for weight in weights]
-    read = sum(weight.numel() for weight in weights) * 2
+def four_bit_values(shape: tuple[int, int]) -> torch.Tensor:
+    """A weight as a GGUF file of Q4_1 holds it."""
+    n, k = shape
+    codes = torch.randint(0, 16, (n, k // GROUP, GROUP)).float()
+    codes[..., 0], codes[..., 1] = 0, 15
+    return (codes * 0.0078125 - 0.0625).flatten(1)
+
+
+STORED: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
+    "bf16": lambda shape: torch.randn(shape).bfloat16().float(),
+    "4 bits": four_bit_values,
+}
+"""Weights whose packed form is that, by the form's name."""
+
+
+def linear_rows() -> list[Row]:
     rows = []
-    for tokens in (1, 4, 16, 32, 128):
-        inputs = [torch.randn(tokens, weight.shape[1]) for weight in weights]
+    for form, make in STORED.items():
+        weights = [make(shape) for shape in SHAPES.values() for _ in range(LAYERS)] + [make((VOCAB, HIDDEN))]
+        packed = [pack_weight(weight) for weight in weights]
+        read = sum(bytes_of(weight) for weight in packed)
+        for tokens in (1, 4, 16, 32, 128):
+            inputs = [torch.randn(tokens, weight.shape[1]) for weight in weights]
 
-        def fast(inputs: list[torch.Tensor] = inputs) -> None:
-            for x, weight in zip(inputs, packed, strict=True):
-                linear(x, weight)
+            def fast(inputs: list[torch.Tensor] = inputs, packed: Sequence[Packed] = packed) -> None:
+                for x, weight in zip(inputs, packed, strict=True):
+                    linear(x, weight)
 
-        def plain(inputs: list[torch.Tensor] = inputs) -> None:
-            for x, weight in zip(inputs, weights, strict=True):
-                F.linear(x, weight)
+            def plain(inputs: list[torch.Tensor] = inputs, weights: list[torch.Tensor] = weights) -> None:
+                for x, weight in zip(inputs, weights, strict=True):
+                    F.linear(x, weight)
 
-        rows.append(Row("linear", f"{tokens} tokens, head too", best_ms(fast), best_ms(plain, 3), read / bytes_per_ms))
+            macs = tokens * sum(weight.numel() for weight in weights)
+            case = f"{tokens} tokens, head too, {form}"
+            rows.append(Row("linear", case, best_ms(fast), best_ms(plain, 3), read, macs))
     return rows
 
 
-def quantized_linear_rows(bytes_per_ms: float) -> list[Row]:
+Packed = torch.Tensor | PackedWeight | QuantizedWeight
+
+
+def bytes_of(weight: Packed) -> int:
+    if isinstance(weight, PackedWeight):
+        return bytes_of(weight.data)
+    if isinstance(weight, torch.Tensor):
+        return weight.nbytes
+    return weight.data.nbytes + weight.scale.nbytes + (0 if weight.offset is None else weight.offset.nbytes)
+
+
+def quantized_linear_rows() -> list[Row]:
     """As a decoder calls it: SwiGLU within gate_up, norm and residual add before qkv and gate_up."""
-    weights = {name: [torch.randn(shape).bfloat16().float() for _ in range(LAYERS)] for name, shape in SHAPES.items()}
-    weights["head"] = [torch.randn(VOCAB, HIDDEN).bfloat16().float()]
+    weights = {name: [STORED["bf16"](shape) for _ in range(LAYERS)] for name, shape in SHAPES.items()}
+    weights["head"] = [STORED["bf16"]((VOCAB, HIDDEN))]
     exact = {name: [pack_weight(weight) for weight in group] for name, group in weights.items()}
-    quantized = {
-        name: [quantize_weight(weight, gated=name == "gate_up") for weight in group] for name, group in weights.items()
+    head = [quantize_weight(weights["head"][0])]
+    forms = {
+        "8 bits": {
+            name: [quantize_weight(weight, gated=name == "gate_up") for weight in weights[name]] for name in SHAPES
+        },
+        "4 bits": {
+            name: [quantize_weight(four_bit_values(shape), gated=name == "gate_up") for _ in range(LAYERS)]
+            for name, shape in SHAPES.items()
+        },
     }
-    read = sum(w.data.nbytes + w.scale.nbytes for group in quantized.values() for w in group)
     norm = torch.ones(HIDDEN)
+    in_layers, in_head = LAYERS * sum(n * k for n, k in SHAPES.values()), VOCAB * HIDDEN
     rows = []
     for tokens in (1, 4, 16, 32, 128, 512):
         narrow, wide = torch.randn(tokens, HIDDEN), torch.randn(tokens, MLP)
-
-        def fast(narrow: torch.Tensor = narrow, wide: torch.Tensor = wide) -> None:
-            for i in range(LAYERS):
-                norm_quantized_linear(narrow, narrow, norm, 1e-5, quantized["qkv"][i])
-                quantized_linear(narrow, quantized["o"][i])
-                norm_quantized_linear(narrow, narrow, norm, 1e-5, quantized["gate_up"][i])
-                quantized_linear(wide, quantized["down"][i])
-            quantized_linear(narrow[:MAX_SAMPLED], quantized["head"][0])
 
         def plain(narrow: torch.Tensor = narrow, wide: torch.Tensor = wide) -> None:
             for i in range(LAYERS):
@@ -155,12 +156,29 @@ def quantized_linear_rows(bytes_per_ms: float) -> list[Row]:
             linear(narrow[:MAX_SAMPLED], exact["head"][0])
 
         repeats = 20 if tokens <= 32 else 5
-        times = best_ms(fast, repeats), best_ms(plain, repeats)
-        rows.append(Row("quantized_linear", f"{tokens} tokens, head too", *times, read / bytes_per_ms))
+        plain_ms = best_ms(plain, repeats)
+        macs = tokens * in_layers + min(tokens, MAX_SAMPLED) * in_head
+        for form, layers in forms.items():
+
+            def fast(
+                narrow: torch.Tensor = narrow,
+                wide: torch.Tensor = wide,
+                layers: dict[str, list[QuantizedWeight]] = layers,
+            ) -> None:
+                for i in range(LAYERS):
+                    norm_quantized_linear(narrow, narrow, norm, 1e-5, layers["qkv"][i])
+                    quantized_linear(narrow, layers["o"][i])
+                    norm_quantized_linear(narrow, narrow, norm, 1e-5, layers["gate_up"][i])
+                    quantized_linear(wide, layers["down"][i])
+                quantized_linear(narrow[:MAX_SAMPLED], head[0])
+
+            read = sum(bytes_of(weight) for group in (*layers.values(), head) for weight in group)
+            case = f"{tokens} tokens, head too, {form}"
+            rows.append(Row("quantized_linear", case, best_ms(fast, repeats), plain_ms, read, macs, "int8"))
     return rows
 
 
-def elementwise_rows(bytes_per_ms: float) -> list[Row]:
+def elementwise_rows() -> list[Row]:
     rows = []
     weight = torch.ones(HIDDEN)
     cos, sin = rotary.rotary_table(HEAD_DIM, 8192, 1e5, "default", {})
@@ -190,7 +208,17 @@ def elementwise_rows(bytes_per_ms: float) -> list[Row]:
         }
         for op, (fast, plain, moved) in pairs.items():
             times = [best_ms(run, 50) * LAYERS for run in (fast, plain)]
-            rows.append(Row(op, f"{tokens} tokens", *times, LAYERS * moved / bytes_per_ms))
+            rows.append(Row(op, f"{tokens} tokens", *times, LAYERS * moved))
+    return rows
+
+
+def argmax_rows() -> list[Row]:
+    """Once a step, not once a layer."""
+    rows = []
+    for tokens in (1, 32):
+        x = torch.randn(tokens, VOCAB)
+        times = [best_ms(lambda x=x, f=f: f(x), 50) for f in (argmax.argmax, argmax.reference)]
+        rows.append(Row("argmax", f"{tokens} tokens", *times, x.nbytes))
     return rows
 
 
@@ -203,22 +231,25 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     if not cpu_ops.load():
         raise SystemExit("the C++ kernels are not built; `python -m kernels.build` says why")
-    bytes_per_ms = read_bandwidth()
-    rows = [
-        *attention_rows(bytes_per_ms),
-        *linear_rows(bytes_per_ms),
-        *quantized_linear_rows(bytes_per_ms),
-        *elementwise_rows(bytes_per_ms),
-    ]
+    found = limits()
+    rows = [*attention_rows(), *linear_rows(), *quantized_linear_rows(), *elementwise_rows(), *argmax_rows()]
     if args.json:
         isa = cpu_ops.use_isa("best")
-        figures = {"isa": isa, "threads": torch.get_num_threads(), "read_gb_s": round(bytes_per_ms / 1e6, 1)}
+        figures = {"isa": isa, "threads": torch.get_num_threads(), **asdict(found)}
         print(json.dumps({**figures, "rows": [asdict(row) for row in rows]}))
         return
-    print(f"{torch.get_num_threads()} threads, {bytes_per_ms / 1e6:.1f} GB/s read; ms for {LAYERS} layers")
-    print(f"{'op':<18}{'case':<24}{'kernel':>10}{'torch':>10}{'memory':>10}")
+    peaks = ", ".join(f"{rate / 1e6:.0f} GMAC/s {name}" for name, rate in found.macs_per_ms.items())
+    print(
+        f"{torch.get_num_threads()} threads, {found.bytes_per_ms / 1e6:.1f} GB/s read, {peaks}; ms for {LAYERS} layers"
+    )
+    print(f"{'op':<18}{'case':<34}{'kernel':>9}{'torch':>9}{'GB/s':>7}{'of it':>6}{'GMAC/s':>8}{'of it':>6}")
     for row in rows:
-        print(f"{row.op:<18}{row.case:<24}{row.kernel_ms:>10.3f}{row.torch_ms:>10.3f}{row.bound_ms:>10.3f}")
+        of_bandwidth, of_peak = found.shares(row)
+        print(
+            f"{row.op:<18}{row.case:<34}{row.kernel_ms:>9.3f}{row.torch_ms:>9.3f}"
+            f"{row.read_bytes / row.kernel_ms / 1e6:>7.1f}{of_bandwidth:>6.0%}"
+            f"{row.macs / row.kernel_ms / 1e6:>8.1f}{of_peak:>6.0%}"
+        )
 
 
 if __name__ == "__main__":
