@@ -47,8 +47,7 @@ class GeneratedAnswer:
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 choice = choices[delta.index]
-                for part in self.assemblers[delta.index].take(delta):
-                    choice.add(part)
+                self.assemblers[delta.index].add(delta, choice)
                 if likelihoods is not None:
                     likelihoods[delta.index].add(delta.entries)
                 if self.scorers and delta.prompt_logprobs is not None:

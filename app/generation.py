@@ -134,6 +134,7 @@ class _Output:
             min_tokens=params.min_tokens,
         )
         self._aligner: EntryAligner | None = None
+        self._shows_tokens = job.return_token_ids or params.logprobs is not None
         if params.logprobs is not None:
             self._aligner = EntryAligner(texts.of(params.skip_special_tokens), job.text_offset)
 
@@ -143,10 +144,13 @@ class _Output:
         before = text.num_tokens
         visible = _visible(delivery.token_ids, finished, job.params)
         shown = text.push(visible)
+        plain = not self._shows_tokens and delivery.prompt_logprobs is None
+        if plain and finished is None and text.stop_reason is None:
+            return Delta(job.index, shown)
         if finished is not None:
             shown += text.finish()
         reason, usage = self._end(finished)
-        if self._aligner is None and not job.return_token_ids and delivery.prompt_logprobs is None:
+        if plain:
             return Delta(job.index, shown, reason, usage)
         entries: Sequence[TokenEntry] = ()
         token_ids = delivery.token_ids

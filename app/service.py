@@ -56,7 +56,7 @@ class Service:
     async def chat(self, request: ChatRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
         self.check_model(request.model)
-        params = request.sampling_params()
+        params = request.sampling_params(_drawn_seed())
         structure = request.structure()
         self.admission.check()
         template = self._chat_side.template(bool(request.offered_tools))
@@ -84,7 +84,7 @@ class Service:
     async def complete(self, request: CompletionRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
         self.check_model(request.model)
-        params = request.sampling_params()
+        params = request.sampling_params(_drawn_seed())
         structure = request.structure()
         self.admission.check()
         prompts = await self._encoder.prompts(request.prompt)
@@ -165,12 +165,9 @@ class Service:
         return await off_loop(self._chat_side.chat, INLINE_SIZE + 1 if calls else 0, request, template)
 
     async def _prepared(self, params: SamplingParams, structure: Structure | None) -> SamplingParams:
-        """With what needs the tokenizer or takes time, and with a seed, so that the request could go on elsewhere with
-        the same randomness."""
+        """With what needs the tokenizer or takes time."""
         if structure is not None:
             params = replace(params, structured_outputs=await asyncio.to_thread(structure.checked))
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(63))
         if not params.bad_words:
             return params
         return await off_loop(expand, sum(map(len, params.bad_words)), params, self._encode_word)
@@ -193,6 +190,11 @@ class Service:
         if not request.echo:
             return [""] * len(request.prompt)
         return [p if isinstance(p, str) else self._tokenizer.decode(p, False) for p in request.prompt]
+
+
+def _drawn_seed() -> int:
+    """Drawn here and not in the engine, so that the request could go on elsewhere with the same randomness."""
+    return secrets.randbits(63)
 
 
 def _jobs(

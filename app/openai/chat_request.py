@@ -83,6 +83,7 @@ class ChatRequest(GenerationRequest):
         at_most_one = self.parallel_tool_calls is False
         return Structure("tools", lambda: of_schema(calls_schema(tools, at_most_one)))
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, drawn_seed: int | None = None) -> SamplingParams:
+        """drawn_seed: for a request that gives none. Raises `InvalidRequestError`."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self._params(drawn_seed, max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)

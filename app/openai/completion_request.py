@@ -80,7 +80,8 @@ class CompletionRequest(GenerationRequest):
     def scores_prompt(self) -> bool:
         return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, drawn_seed: int | None = None) -> SamplingParams:
+        """drawn_seed: for a request that gives none. Raises `InvalidRequestError`."""
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         if limit == 0 and not self.scores_prompt:
             limit = 1  # nothing will run; the rest is still checked
@@ -90,4 +91,4 @@ class CompletionRequest(GenerationRequest):
         scores: dict[str, Any] = {}
         if self.echo and self.logprobs is not None:
             scores["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return self._params(max_tokens=limit, logprobs=logprobs, n=self.outputs_made, **scores)
+        return self._params(drawn_seed, max_tokens=limit, logprobs=logprobs, n=self.outputs_made, **scores)

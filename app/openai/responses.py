@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -145,8 +146,12 @@ class Format(ABC):
     def _chunk(self, choice: Body, token_ids: Sequence[int]) -> Body:
         if self.token_ids:
             choice["token_ids"] = list(token_ids)
-        chunk = self._envelope(self.chunk_object) | {"choices": [choice]}
+        chunk = {**self._chunk_head, "choices": [choice]}
         return chunk | {"usage": None} if self.include_usage else chunk
+
+    @cached_property
+    def _chunk_head(self) -> Body:
+        return self._envelope(self.chunk_object)
 
     def _envelope(self, kind: str) -> Body:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -255,8 +260,12 @@ def model_card(name: str, created: int, max_model_len: int) -> Body:
     }
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+"""As `json.dumps`, which makes an encoder for each call: a third of what a chunk costs."""
+
+
 def to_json(body: Body) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _encode(body).encode()
 
 
 def event(body: Body, name: str | None = None) -> bytes:

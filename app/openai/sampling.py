@@ -130,7 +130,12 @@ class GenerationRequest(StructuredFields):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _params(self, **more: Any) -> SamplingParams:
+    def _params(self, drawn_seed: int | None, **more: Any) -> SamplingParams:
         """Raises `InvalidRequestError` that names the field that is out of range."""
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | {"logit_bias": self.logit_bias or None}
-        return SamplingParams(**({name: value for name, value in given.items() if value is not None} | more))
+        given: dict[str, Any] = {"seed": drawn_seed}
+        for name in _SAMPLING_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
+        if not self.logit_bias:
+            given["logit_bias"] = None
+        return SamplingParams(**(given | more))
