@@ -82,6 +82,8 @@ class Message(RequestModel):
             for name in _UNSUPPORTED:
                 if message.get(name):
                     raise ValueError(f"{name} in a message is not supported by this server")
+            if "reasoning" in message:  # what newer vLLM clients call it
+                return {"reasoning_content": message["reasoning"]} | message
         return message
 
     @field_validator("content")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from app.openai.model import RequestModel
 from app.openai.structured import StructuredFields
@@ -86,6 +86,14 @@ TokenCount = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @field_validator("continuous_usage_stats")
+    @classmethod
+    def _not_there(cls, given: bool | None) -> bool | None:
+        if given:
+            raise ValueError("is not supported by this server: usage comes once, at the end, with include_usage")
+        return given
 
 
 class GenerationRequest(StructuredFields):

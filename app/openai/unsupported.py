@@ -14,6 +14,12 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "truncate_prompt_tokens": (None,),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "return_prompt_text": (None, False),
+    "vllm_xargs": (None, {}),
+    "kv_transfer_params": (None,),
+    "ec_transfer_params": (None,),
 }
 
 CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
@@ -28,6 +34,8 @@ CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
     "add_special_tokens": (None, False),
     "chat_template": (None,),
     "documents": (None, []),
+    "include_reasoning": (None, True),
+    "mm_processor_kwargs": (None, {}),
 }
 
 COMPLETIONS: dict[str, tuple[Any, ...]] = _COMMON | {

@@ -155,7 +155,8 @@ def test_unknown_fields_are_ignored_and_names_reach_the_template() -> None:
     ("name", "value", "neutral"),
     [
         ("length_penalty", 1.2, 1.0), ("truncate_prompt_tokens", 5, None),
-        ("use_beam_search", True, False), ("logits_processors", ["x"], []),
+        ("use_beam_search", True, False), ("logits_processors", ["x"], []), ("thinking_token_budget", 5, None),
+        ("vllm_xargs", {"a": 1}, {}), ("return_prompt_text", True, False), ("repetition_detection", {}, None),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str, value: Any, neutral: Any) -> None:
@@ -171,7 +172,7 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str, 
         ("top_logprobs", 3), ("tool_choice", "required"), ("tool_choice", "any"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}), ("modalities", ["audio"]),
         ("echo", True), ("n", True), ("n", 0), ("logprobs", 1),
-        ("functions", [{"name": "f"}]), ("chat_template", "{{ 1 }}"), ("reasoning_effort", "much"),
+        ("functions", [{"name": "f"}]), ("include_reasoning", False), ("chat_template", "{{ 1 }}"), ("reasoning_effort", "much"),
         ("tools", [{"type": "function"}]), ("tools", [{"type": "function", "function": {"name": "a b"}}]),
         ("tools", [{"type": "function", "function": {"name": "f"}}] * 2), ("messages", [USER] * (MAX_MESSAGES + 1)),
     ],
@@ -302,6 +303,14 @@ def test_stream_options_are_for_streams() -> None:
     assert not chat(stream=True, stream_options={}).include_usage
     assert "stream" in refusal(chat, stream_options={"include_usage": True}).message
     assert refusal(chat, stream=True, stream_options={"include_usage": "yes"}).param == "stream_options.include_usage"
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert refusal(chat, stream=True, stream_options=options).param == "stream_options.continuous_usage_stats"
+
+
+def test_thoughts_in_the_history_have_two_names() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        request = chat(messages=[USER, {"role": "assistant", "content": "4", name: "2 and 2"}, USER])
+        assert request.messages[1].for_template()["reasoning_content"] == "2 and 2"
 
 
 @pytest.mark.parametrize(
