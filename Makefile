@@ -2,9 +2,11 @@
 #
 #   make serve    environment, C++ kernels, default model, then `serve run app:deployment`
 #   make test     environment with test extras, then lint, types and the whole suite
+#   make conformance    other people's suites and the official clients against the running application
 #
 # PYTHON            the interpreter to make the environment with (3.11 to 3.13)
 # TORCH_INDEX_URL   an index to take torch from, e.g. PyTorch's own CPU index: without an NVIDIA card it saves gigabytes
+# SUITES            those of `make conformance`; all by default (docs/conformance.md names them)
 # ARGS              further settings of `make serve`, as key=value (turns it into `serve run app:build key=value ...`)
 
 PYTHON ?= python3
@@ -14,7 +16,7 @@ TORCH := torch>=2.11,<2.14
 
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test lint bench build clean
+.PHONY: serve test lint bench conformance build clean
 
 serve: build
 	$(BIN)/serve run $(if $(ARGS),app:build $(ARGS),app:deployment)
@@ -30,6 +32,9 @@ lint: $(VENV)/.test
 
 bench: build
 	$(BIN)/python -m benchmarks.throughput
+
+conformance: $(VENV)/.test build
+	$(BIN)/python -m tests.conformance $(SUITES)
 
 build: $(VENV)/.serve
 	$(BIN)/nanoserve build
