@@ -29,9 +29,9 @@ def command(name: str, precision: str, model: str, threads: int) -> list[str]:
         serve = str(Path(sys.executable).with_name("serve"))
         return [serve, "run", "app:build", *(f"{key}={value}" for key, value in settings.items())]
     if name == "vllm":
-        vllm = str(peer_setup.environment("vllm").with_name("vllm"))
+        vllm = [str(peer_setup.environment("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
         options = ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_STREAMS)]
-        return [vllm, "serve", str(peer_setup.hf_model(model)), "--host", "127.0.0.1", "--port", port, *options]
+        return [*vllm, "--model", str(peer_setup.hf_model(model)), "--host", "127.0.0.1", "--port", port, *options]
     program = str(peer_setup.llamacpp() / "bin" / "llama-server")
     options = ["-np", str(MAX_STREAMS), "-c", str(MAX_STREAMS * 512), "-t", str(threads), "-tb", str(threads)]
     options += ["--host", "127.0.0.1", "--port", port, "--no-webui"]
