@@ -26,8 +26,10 @@ _INGRESS_REQUESTS = 100_000
 """More than ever come: the ingress answers overload itself, in OpenAI's JSON, which Serve would not."""
 
 
-def build_application(settings: AppSettings) -> serve.Application:
-    """Raises `ConfigError` for what cannot start here."""
+def build_application(
+    settings: AppSettings, engine_class: type[EngineDeployment] = EngineDeployment
+) -> serve.Application:
+    """engine_class: another in its place is a benchmark's. Raises `ConfigError` for what cannot start here."""
     config = settings.engine_config()
     num_gpus = gpus_to_ask_for(config.device)
     if not _cluster_is_elsewhere():
@@ -37,7 +39,7 @@ def build_application(settings: AppSettings) -> serve.Application:
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cuda" if num_gpus else "cpu"]
     log = LoggingConfig(log_level=settings.log_level)
     engine = serve.deployment(
-        EngineDeployment,
+        engine_class,
         name="engine",
         num_replicas=settings.num_replicas,
         max_ongoing_requests=math.ceil(OVERCOMMIT * max_num_seqs) + _CONTROL_CALLS,
@@ -46,11 +48,13 @@ def build_application(settings: AppSettings) -> serve.Application:
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
         logging_config=log,
     )
     ingress = serve.deployment(
         serve.ingress()(IngressDeployment),
         name="ingress",
+        num_replicas=settings.num_ingress_replicas,
         max_ongoing_requests=_INGRESS_REQUESTS,
         max_queued_requests=-1,
         ray_actor_options={"num_cpus": 0.1},

@@ -1,17 +1,12 @@
-"""How the ingress submits to the engine, receives tokens and aborts: the transport behind one small interface."""
+"""What the ingress asks of the engine, and in which words: one small interface, whatever carries it."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, Self
 
 from app.openai.errors import ApiError, EngineFault
-from engine.errors import EngineDeadError
-from engine.outputs import EngineStats, Finished, TokenLogprobs
+from engine.outputs import EngineStats, Finished, StepOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
-
-CONTROL_TIMEOUT_S = 5.0
-"""Seconds that statistics and health may take before the engine counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class Submission:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make it three times as slow to make, for each token
 class Delivery:
     """New tokens of one request, from one step or from several; the last delivery says how it ended.
 
@@ -66,13 +61,38 @@ class Refusal:
         return ApiError(400, self.message, param=self.param, code=self.code)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The engine has taken the request; the first message of its call.
+
+    replica: which engine it is. carrier: the number, at that engine, of the call over which its tokens come.
+    carries: whether that is this call.
+    """
+
+    replica: str
+    carrier: int
+    carries: bool
+
+
+Message = Refusal | Placed | StepOutput | Finished
+"""What comes over the call of a submission: a refusal alone; or that it is placed, and then either its end, or, if this
+call is the carrier, the tokens and ends of all requests that this ingress has there."""
+
+
+class ReplicaLost(EngineFault):
+    """The engine replica is gone, or closed under the request: it may go on elsewhere, after what it has delivered."""
+
+
 class TokenStream(Protocol):
     """The open end of a submission."""
 
-    def __aiter__(self) -> AsyncIterator[Delivery]:
-        """Deliveries, the last of them with `finished` set.
+    def __aiter__(self) -> Self: ...
 
-        Raises `ApiError` 400 if the engine refused the request, `EngineFault` if it was lost, `EngineDeadError`.
+    async def __anext__(self) -> Delivery:
+        """The next delivery; the last has `finished` set.
+
+        Raises `ApiError` 400 if the engine refused the request, `ReplicaLost`, `EngineDeadError`, and `EngineFault` if
+        its client does not read.
         """
 
     def close(self) -> None:
@@ -91,81 +111,3 @@ class EngineClient(Protocol):
         """Raise `EngineFault` if no replica can serve."""
 
     def submit(self, submission: Submission) -> TokenStream: ...
-
-
-class ServeEngineClient:
-    """The engine deployment behind a Serve handle: one streaming call for each request.
-
-    Tokens come by value rather than through the object store, which halves the cost of each message. Control calls
-    go to every replica, past the queues of requests: an abort must not wait behind what it is to end.
-    """
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._streaming = handle.options(stream=True, _by_reference=False)
-        self._aborts: set[asyncio.Task[Any]] = set()
-
-    async def limits(self) -> EngineLimits:
-        limits: EngineLimits = await self._handle.limits.remote()
-        return limits
-
-    async def stats(self) -> list[EngineStats]:
-        return await self._ask_all("stats")
-
-    async def check_health(self) -> None:
-        if not await self._ask_all("check_health"):
-            raise EngineFault("No engine replica is running.")
-
-    def submit(self, submission: Submission) -> "ServeTokenStream":
-        return ServeTokenStream(self, self._streaming.submit.remote(submission), submission.request_id)
-
-    def abort(self, request_id: str) -> None:
-        """Send an abort to whichever replica holds the request, or is about to receive it."""
-        task = asyncio.ensure_future(self._abort(request_id))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
-
-    async def _abort(self, request_id: str) -> None:
-        await self._handle.broadcast("abort", request_id).results_async(
-            timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
-        )
-
-    async def _ask_all(self, method: str) -> list[Any]:
-        try:
-            answers: list[Any] = await self._handle.broadcast(method).results_async(timeout_s=CONTROL_TIMEOUT_S)
-        except Exception as error:
-            raise EngineFault(f"The engine does not answer ({type(error).__name__}).") from error
-        return answers
-
-
-class ServeTokenStream:
-    """A submission over a Serve handle; see `TokenStream`."""
-
-    def __init__(self, client: ServeEngineClient, response: Any, request_id: str) -> None:
-        self._client = client
-        self._response = response
-        self._request_id = request_id
-        self._ended = False
-
-    async def __aiter__(self) -> AsyncIterator[Delivery]:
-        try:
-            async for message in self._response:
-                if isinstance(message, Refusal):
-                    self._ended = True
-                    raise message.to_error()
-                self._ended = message.finished is not None
-                yield message
-                if self._ended:
-                    return
-        except (ApiError, EngineDeadError):
-            raise
-        except Exception as error:
-            raise EngineFault(f"The engine replica was lost ({type(error).__name__}).") from error
-        raise EngineFault("The engine replica ended the request without saying how.")
-
-    def close(self) -> None:
-        """Cancel the call, and abort by id as well: a call that is cancelled early can leave its request behind."""
-        if not self._ended:
-            self._ended = True
-            self._response.cancel()
-            self._client.abort(self._request_id)

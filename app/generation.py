@@ -1,6 +1,7 @@
 """From prompts to text: one engine request for each prompt, its tokens detokenised, its stop strings found."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from app.engine_client import Delivery, EngineClient, Submission
 from app.openai.errors import EngineFault
 from app.openai.responses import Usage
 from app.openai.token_entries import EntryAligner, TokenEntry
+from app.request_stats import RequestStats
 from engine.block_hash import block_hashes
 from engine.detokenizer import Detokenizer
 from engine.outputs import Finished, FinishReason, TokenLogprobs
@@ -72,6 +74,7 @@ class TextGenerator:
         self._tokenizer = tokenizer
         self._block_size = block_size
         self._texts = _Texts(tokenizer)
+        self.stats = RequestStats()
 
     async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
         """Deltas of all jobs as they come. Closing it, or cancelling its reader, aborts them.
@@ -92,9 +95,11 @@ class TextGenerator:
     async def _run_one(self, job: Job, ticket: Ticket, hashes: "_PromptHashes") -> AsyncGenerator[Delta, None]:
         params = job.params
         output = _Output(job, self._tokenizer, self._texts)
-        stream = None
+        stats, stream = self.stats, None
+        arrived = first = time.monotonic()
         try:
             await ticket.granted()
+            stats.queue_s.observe(time.monotonic() - arrived)
             stream = self._client.submit(
                 Submission(
                     job.request_id,
@@ -108,10 +113,16 @@ class TextGenerator:
             started = False
             async for delivery in stream:
                 delta = output.take(delivery)
-                if delta.text or not started or delta.finish_reason is not None or delta.token_ids or delta.entries:
-                    started = True
-                    yield delta
-                if delta.finish_reason is not None:
+                reason = delta.finish_reason
+                if not started:
+                    started, first = True, time.monotonic()
+                    stats.first_token_s.observe(first - arrived)
+                elif not (delta.text or reason is not None or delta.token_ids or delta.entries):
+                    continue
+                if reason is not None:
+                    stats.end(reason, output.num_tokens, arrived, first, time.monotonic())
+                yield delta
+                if reason is not None:
                     return
         finally:
             # Plain calls only: an await in the `finally` of a cancelled stream may never return.
@@ -137,6 +148,10 @@ class _Output:
         self._shows_tokens = job.return_token_ids or params.logprobs is not None
         if params.logprobs is not None:
             self._aligner = EntryAligner(texts.of(params.skip_special_tokens), job.text_offset)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._text.num_tokens
 
     def take(self, delivery: Delivery) -> Delta:
         """Raises `EngineFault` if the request failed."""

@@ -3,14 +3,18 @@
 import math
 from typing import Any
 
+from ray import serve
 from starlette.applications import Starlette
 
 from app.admission import Admission
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.doors import Doors, read_keys
-from app.engine_client import EngineClient, ServeEngineClient
+from app.engine_client import EngineClient
+from app.failover import FailoverClient
+from app.request_stats import IngressStats
 from app.routes import create_app
+from app.serve_client import CONTROL_TIMEOUT_S, ServeEngineClient
 from app.service import Service
 from app.settings import AppSettings
 from engine.hub import resolve_model
@@ -48,6 +52,26 @@ def doors(settings: AppSettings) -> Doors:
     )
 
 
+class Peers:
+    """All replicas of the ingress deployment, this one among them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        here = serve.get_replica_context()
+        self._handle = serve.get_deployment_handle(here.deployment, here.app_name)
+
+    async def stats(self) -> list[IngressStats]:
+        """Of those that answer."""
+        try:
+            answers = await self._handle.broadcast("stats").results_async(
+                timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
+            )
+        except Exception:
+            answers = []
+        found = [answer for answer in answers if isinstance(answer, IngressStats)]
+        return found or [self._service.stats()]
+
+
 class IngressDeployment:
     """What Serve runs: a shell, since a class under a deployment travels by value."""
 
@@ -56,5 +80,11 @@ class IngressDeployment:
         self._engine = engine
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        service = await create_service(self._settings, ServeEngineClient(self._engine))
+        client = FailoverClient(ServeEngineClient(self._engine), self._settings.max_resubmissions)
+        self._service = service = await create_service(self._settings, client)
+        service.scrape.ingresses = Peers(service).stats
         return create_app(service, self._settings.stream_commit_s, doors(self._settings))
+
+    async def stats(self) -> IngressStats:
+        """For the other ingresses."""
+        return self._service.stats()

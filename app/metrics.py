@@ -1,22 +1,43 @@
-"""The engine's state in Prometheus text: vLLM's names where vLLM has the series, ours for the rest."""
+"""The application's state in Prometheus text: vLLM's names where vLLM has the series, ours for the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from app.request_stats import Histogram, IngressStats, RequestStats
 from engine.outputs import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(model: str, replicas: Sequence[EngineStats], outstanding: int, queued: int) -> str:
-    """Sums over the engine replicas. outstanding, queued: of this ingress, in the engine and before it."""
+def render(model: str, engines: Sequence[EngineStats], ingresses: Sequence[IngressStats]) -> str:
+    """Sums over all replicas of both kinds."""
+    label = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    labels = f'model_name="{label}"'
+    requests = RequestStats()
+    for ingress in ingresses:
+        requests.add(ingress.requests)
+    lines: list[str] = []
+    for name, kind, help_text, value in (*_engine_series(engines), *_ingress_series(ingresses)):
+        lines += (*_head(name, kind, help_text), f"{name}{{{labels}}} {value}")
+    lines += _head("vllm:request_success_total", "counter", "Requests that ended, by how.")
+    for reason, count in sorted(requests.finished.items()):
+        lines.append(f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {count}')
+    for name, help_text, histogram in _histograms(requests):
+        lines += _head(name, "histogram", help_text)
+        lines += _buckets(name, labels, histogram)
+    return "\n".join(lines) + "\n"
 
+
+Series = tuple[str, str, str, float]
+
+
+def _engine_series(engines: Sequence[EngineStats]) -> list[Series]:
     def total(field: str) -> int:
-        return sum(int(getattr(stats, field)) for stats in replicas)
+        return sum(int(getattr(stats, field)) for stats in engines)
 
     blocks, live = total("total_blocks"), total("live_blocks")
-    series: list[tuple[str, str, str, float]] = [
-        ("vllm:num_requests_running", "gauge", "Requests in the running batch.", total("num_running")),
-        ("vllm:num_requests_waiting", "gauge", "Requests that wait in the engine.", total("num_waiting")),
+    return [
+        ("vllm:num_requests_running", "gauge", "Requests in the running batches.", total("num_running")),
+        ("vllm:num_requests_waiting", "gauge", "Requests that wait in the engines.", total("num_waiting")),
         ("vllm:kv_cache_usage_perc", "gauge", "Live KV blocks over all, 0 to 1.", live / blocks if blocks else 0.0),
         ("vllm:prompt_tokens_total", "counter", "Prompt tokens taken in.", total("prompt_tokens")),
         ("vllm:generation_tokens_total", "counter", "Tokens made.", total("generation_tokens")),
@@ -28,14 +49,42 @@ def render(model: str, replicas: Sequence[EngineStats], outstanding: int, queued
         ("nanoserve:free_blocks", "gauge", "KV blocks with nothing in them.", total("free_blocks")),
         ("nanoserve:live_slots_used", "gauge", "KV slots in live blocks with a token.", total("slots_used")),
         ("nanoserve:steps_total", "counter", "Engine steps.", total("steps")),
-        ("nanoserve:engine_replicas", "gauge", "Engine replicas that answered.", len(replicas)),
-        ("nanoserve:ingress_outstanding", "gauge", "Requests this ingress has in the engine.", outstanding),
-        ("nanoserve:ingress_queued", "gauge", "Requests that wait in this ingress.", queued),
+        ("nanoserve:engine_replicas", "gauge", "Engine replicas that answered.", len(engines)),
     ]
-    label = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return "".join(
-        f'# HELP {name} {help_text}\n# TYPE {name} {kind}\n{name}{{model_name="{label}"}} {value:g}\n'
-        if isinstance(value, float)
-        else f'# HELP {name} {help_text}\n# TYPE {name} {kind}\n{name}{{model_name="{label}"}} {value}\n'
-        for name, kind, help_text, value in series
-    )
+
+
+def _ingress_series(ingresses: Sequence[IngressStats]) -> list[Series]:
+    def total(field: str) -> int:
+        return sum(int(getattr(stats, field)) for stats in ingresses)
+
+    pause = max((stats.longest_pause_s for stats in ingresses), default=0.0)
+    return [
+        ("nanoserve:ingress_replicas", "gauge", "Ingress replicas that answered.", len(ingresses)),
+        ("nanoserve:ingress_outstanding", "gauge", "Requests given to the engines.", total("outstanding")),
+        ("nanoserve:ingress_queued", "gauge", "Requests that wait in the ingresses.", total("queued")),
+        ("nanoserve:failovers_total", "counter", "Requests that went on elsewhere.", total("resubmitted")),
+        ("nanoserve:failovers_given_up_total", "counter", "Lost requests that failed.", total("given_up")),
+        ("nanoserve:failover_longest_pause_seconds", "gauge", "Longest pause of a stream by a loss.", pause),
+    ]
+
+
+def _histograms(requests: RequestStats) -> list[tuple[str, str, Histogram]]:
+    return [
+        ("vllm:time_to_first_token_seconds", "From arrival to the first token.", requests.first_token_s),
+        ("vllm:request_time_per_output_token_seconds", "Mean time between tokens, by request.", requests.token_s),
+        ("vllm:e2e_request_latency_seconds", "From arrival to the end.", requests.request_s),
+        ("vllm:request_queue_time_seconds", "From arrival to the engine.", requests.queue_s),
+    ]
+
+
+def _head(name: str, kind: str, help_text: str) -> tuple[str, str]:
+    return f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"
+
+
+def _buckets(name: str, labels: str, histogram: Histogram) -> Iterator[str]:
+    count = 0
+    for bound, more in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+        count += more
+        yield f'{name}_bucket{{{labels},le="{bound}"}} {count}'
+    yield f"{name}_sum{{{labels}}} {histogram.total}"
+    yield f"{name}_count{{{labels}}} {count}"

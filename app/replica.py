@@ -2,85 +2,81 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
+from uuid import uuid4
 
-from app.engine_client import Delivery, EngineLimits, Refusal, Submission
+from app.engine_client import EngineLimits, Message, Placed, Refusal, Submission
+from app.outbox import Outbox, split
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.outputs import EngineStats, Finished, StepOutput, TokenLogprobs
+from engine.outputs import EngineStats, StepOutput
 
 MAX_STALL_S = 60.0
 """Seconds with work queued and no step made after which the replica counts as dead."""
 
-MAX_UNREAD_TOKENS = 8192
-"""Tokens of one request that may wait for its reader; one who stops reading is cut off here."""
+LAST_WORDS_S = 0.05
+"""Seconds in which a replica whose engine has failed still tells how its requests ended."""
 
 logger = logging.getLogger("ray.serve")
 
 
-class Mailbox:
-    """Tokens of one request on their way from the step thread to its stream; used in the event loop only."""
-
-    __slots__ = ("_arrived", "finished", "logprobs", "prompt_logprobs", "token_ids")
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.finished: Finished | None = None
-        self._arrived = asyncio.Event()
-
-    def wake(self) -> None:
-        self._arrived.set()
-
-    async def take(self) -> Delivery:
-        """All that has come since the last call; waits if that is nothing."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        token_ids, self.token_ids = self.token_ids, []
-        if not self.logprobs and self.prompt_logprobs is None:
-            return Delivery(token_ids, self.finished)
-        logprobs, self.logprobs = self.logprobs, []
-        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        return Delivery(token_ids, self.finished, logprobs, prompt_logprobs)
-
-
 class EngineReplica:
-    """One engine with its step thread, and the streams of its requests.
+    """One engine with its step thread, and the calls of its requests.
 
     make_step_loop: builds the step loop (see `engine.step_loop.StepLoop`) around a function for its output.
+    on_failure: called in the event loop once the step thread has failed and all requests have been told.
     """
 
-    def __init__(self, make_step_loop: Callable[[Callable[[StepOutput], None]], Any]) -> None:
+    def __init__(
+        self,
+        make_step_loop: Callable[[Callable[[StepOutput], None]], Any],
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         self._event_loop = asyncio.get_running_loop()
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._name = uuid4().hex
+        self._carriers = 0
+        self._outboxes: dict[str, Outbox] = {}  # by ingress
+        self._outbox_of: dict[str, Outbox] = {}  # by request
+        self._on_failure = on_failure
         self._step_loop = make_step_loop(self._on_output)
         self._step_loop.start()
 
-    async def submit(self, submission: Submission) -> AsyncGenerator[Delivery | Refusal, None]:
+    async def submit(self, submission: Submission, ingress: str) -> AsyncGenerator[Message, None]:
         """Run a request to its end. Open until then; whoever closes or cancels it aborts the request.
+
+        A refusal, or `Placed` and then its end. The first call that an ingress has open brings, in place of its own
+        end, the tokens and ends of all its requests that are placed while it is open, and is open as long as any of
+        them is; closing it early aborts them all. ingress: who asks, by a name that no other has.
 
         Raises `EngineDeadError`.
         """
         request_id = submission.request_id
-        if request_id in self._mailboxes:
-            yield Refusal(f"A request with id {request_id!r} is already there.", "request_id", "invalid_value")
+        if (refusal := await self._compile(submission) or self._start(submission)) is not None:
+            yield refusal
             return
-        mailbox = self._mailboxes[request_id] = Mailbox()
-        running = False
+        outbox = self._outboxes.get(ingress)
+        carries = outbox is None
+        if outbox is None:
+            self._carriers += 1
+            outbox = self._outboxes[ingress] = Outbox(self._carriers)
+        self._outbox_of[request_id] = outbox
+        end = outbox.add(request_id)
         try:
-            if (refusal := await self._compile(submission) or self._start(submission)) is not None:
-                yield refusal
-                return
-            running = True
-            while running:
-                delivery = await mailbox.take()
-                running = delivery.finished is None
-                yield delivery
+            yield Placed(self._name, outbox.number, carries)
+            if carries:
+                while outbox.busy:
+                    yield await outbox.take()
+            else:
+                yield await end
         finally:
-            del self._mailboxes[request_id]
-            if running:
+            # Between the last look at `busy` and here nothing else runs, so none is placed on a carrier that ends.
+            if carries:
+                del self._outboxes[ingress]
+                for open_id in outbox.open_ids:
+                    self._step_loop.abort(open_id)
+            elif not end.done() or end.cancelled():
                 self._step_loop.abort(request_id)
 
     async def _compile(self, submission: Submission) -> Refusal | None:
@@ -143,34 +139,30 @@ class EngineReplica:
             logger.debug("tokens of a step were dropped: the replica is closing")
 
     def _deliver(self, output: StepOutput) -> None:
-        touched = set()
-        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
-            mailbox = self._mailboxes.get(request_id)
-            if mailbox is not None:
-                mailbox.token_ids.append(token_id)
-                touched.add(mailbox)
-                if len(mailbox.token_ids) == MAX_UNREAD_TOKENS:
-                    logger.warning("request %s is aborted: its client does not read", request_id)
-                    self._step_loop.abort(request_id)
-        for request_id, logprobs in output.logprobs.items():
-            mailbox = self._mailboxes.get(request_id)
-            if mailbox is not None:
-                mailbox.logprobs += logprobs
-        for request_id, prompt_logprobs in output.prompt_logprobs.items():
-            mailbox = self._mailboxes.get(request_id)
-            if mailbox is not None:
-                mailbox.prompt_logprobs = prompt_logprobs
+        if len(self._outboxes) == 1:  # an ingress passes over what it does not know
+            (outbox,) = self._outboxes.values()
+            self._put(outbox, output)
+        else:
+            for outbox, part in split(output, self._outbox_of).items():
+                self._put(outbox, part)
         for finished in output.finished:
-            mailbox = self._mailboxes.get(finished.request_id)
-            if mailbox is not None:
-                mailbox.finished = finished
-                touched.add(mailbox)
-        for mailbox in touched:
-            mailbox.wake()
+            self._outbox_of.pop(finished.request_id, None)
+        if self._step_loop.failed:
+            self._on_failure()
+
+    def _put(self, outbox: Outbox, output: StepOutput) -> None:
+        outbox.put(output)
+        if outbox.overfull:
+            logger.warning("%d requests are aborted: their ingress does not read", len(outbox.open_ids))
+            for request_id in outbox.open_ids:
+                self._step_loop.abort(request_id)
 
 
-def start_replica(config: EngineConfig) -> EngineReplica:
-    """Load the model and start stepping. Blocks for as long as loading takes; call it in the event loop's thread."""
+def start_replica(config: EngineConfig, on_failure: Callable[[], None]) -> EngineReplica:
+    """Load the model and start stepping. Blocks for as long as loading takes; call it in the event loop's thread.
+
+    on_failure: as in `EngineReplica`.
+    """
     from engine.engine import Engine
     from engine.step_loop import StepLoop
 
@@ -183,7 +175,17 @@ def start_replica(config: EngineConfig) -> EngineReplica:
         info.max_total_tokens,
         info.max_num_seqs,
     )
-    return EngineReplica(lambda on_output: StepLoop(engine, on_output))
+    return EngineReplica(lambda on_output: StepLoop(engine, on_output), on_failure)
+
+
+def leave_soon() -> None:
+    """End this process, whose engine has failed, when its last messages are out.
+
+    Serve replaces a replica that is gone at once, and sends it nothing meanwhile; one that is unhealthy it would keep
+    asking for seconds, and answer requests with its errors.
+    """
+    logger.error("the engine has failed: this replica ends, to be replaced")
+    asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
 
 
 def show_engine_log() -> None:
@@ -199,10 +201,10 @@ class EngineDeployment:
 
     def __init__(self, config: EngineConfig) -> None:
         show_engine_log()
-        self._replica = start_replica(config)
+        self._replica = start_replica(config, leave_soon)
 
-    async def submit(self, submission: Submission) -> AsyncGenerator[Delivery | Refusal, None]:
-        return self._replica.submit(submission)
+    async def submit(self, submission: Submission, ingress: str) -> AsyncGenerator[Message, None]:
+        return self._replica.submit(submission, ingress)
 
     async def abort(self, request_id: str) -> None:
         self._replica.abort(request_id)

@@ -52,9 +52,7 @@ def create_app(service: Service, stream_commit_s: float, doors: Doors | None = N
         return JsonResponse({"status": "ok"})
 
     async def show_metrics(_: Request, __: bytes) -> Response:
-        admission = service.admission
-        text = metrics.render(service.name, await service.client.stats(), admission.outstanding, admission.waiting)
-        return Response(text, media_type=metrics.CONTENT_TYPE)
+        return Response(await service.scrape.text(), media_type=metrics.CONTENT_TYPE)
 
     async def version(_: Request, __: bytes) -> Response:
         return JsonResponse({"version": __version__})

@@ -13,6 +13,7 @@ from app.chat import ChatSide, new_call_id
 from app.chat_template import Chat, ChatTemplate
 from app.choices import Assembler, Echo, ParsedText, PlainText
 from app.engine_client import EngineClient, EngineLimits
+from app.failover import FailoverClient, FailoverCounts
 from app.generation import Job, TextGenerator
 from app.openai.chat_request import ChatRequest
 from app.openai.completion_request import CompletionRequest
@@ -22,6 +23,8 @@ from app.openai.sampling import GenerationRequest
 from app.openai.structured import Structure
 from app.openai.token_entries import PromptScorer
 from app.openai.tokenization import MAX_CHARACTERS, DetokenizeRequest, TokenizeRequest
+from app.request_stats import IngressStats
+from app.scrape import Scrape
 from app.text import INLINE_SIZE, PromptEncoder, off_loop
 from engine.bad_words import expand
 from engine.sampling_params import SamplingParams, children
@@ -52,6 +55,7 @@ class Service:
         self._generator = TextGenerator(client, admission, tokenizer, limits.block_size)
         # Of prompts, in which special tokens are as they were written.
         self._prompt_texts = TokenTexts(tokenizer, skip_special_tokens=False)
+        self.scrape = Scrape(name, client.stats, self._only_this_ingress)
 
     async def chat(self, request: ChatRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
@@ -117,6 +121,21 @@ class Service:
             n=request.n or 1,
             best_of=len(each),
         )
+
+    def stats(self) -> IngressStats:
+        """Of this ingress alone."""
+        counts = self.client.counts if isinstance(self.client, FailoverClient) else FailoverCounts()
+        return IngressStats(
+            self.admission.outstanding,
+            self.admission.waiting,
+            self._generator.stats,
+            counts.resubmitted,
+            counts.given_up,
+            counts.longest_pause_s,
+        )
+
+    async def _only_this_ingress(self) -> list[IngressStats]:
+        return [self.stats()]
 
     async def tokenize(self, request: TokenizeRequest) -> Body:
         """Raises `ApiError`, `InvalidRequestError`."""

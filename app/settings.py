@@ -36,7 +36,12 @@ class AppSettings(BaseSettings):
 
     served_model_name: the model's name in the API; by default `model`, or the last part of its path.
     num_replicas: copies of the engine.
+    num_ingress_replicas: processes that take HTTP requests in.
     max_queue_size: requests that may wait in an ingress before it answers 429.
+    max_resubmissions: times in a row that a request whose replica was lost goes on at another without bringing a token,
+        before it fails.
+    graceful_shutdown_timeout_s: seconds that a replica which is to go may take to finish what it runs; the rest goes on
+        elsewhere.
     stream_commit_s: seconds that a stream's HTTP status waits for the first token.
     log_level: of both deployments.
     chat_template: Jinja text, or the path of a file that has it, in place of the model's own.
@@ -54,7 +59,10 @@ class AppSettings(BaseSettings):
 
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     num_replicas: Annotated[int, Field(ge=1)] = 1
+    num_ingress_replicas: Annotated[int, Field(ge=1)] = 1
     max_queue_size: Annotated[int, Field(ge=0)] = 256
+    max_resubmissions: Annotated[int, Field(ge=0)] = 3
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0
     stream_commit_s: Annotated[float, Field(ge=0)] = 5.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     chat_template: Annotated[str, Field(min_length=1)] | None = None

@@ -18,6 +18,7 @@ class Finished:
     stop_token_id: the EOS or stop token that ended it; it is also the request's last token id, and no text.
     num_output_tokens: with those that the request came with, if it was resumed.
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the request was first admitted.
+    lost: the engine ended under it, by no fault of the request's: another could go on with it.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Finished:
     num_cached_tokens: int
     stop_token_id: int | None = None
     error: str | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,11 @@ class StepLoop:
         if not self._idle and stalled > stall_s:
             raise EngineDeadError(f"the engine has made no step for {stalled:.0f} s with work queued")
 
+    @property
+    def failed(self) -> bool:
+        """Whether the thread ended, or is about to end, by an error. Thread-safe."""
+        return self._error is not None
+
     def close(self) -> None:
         """End all requests and the thread; idempotent. Called from `on_output`, it does not wait for the thread."""
         with self._wake:
@@ -157,7 +162,8 @@ class StepLoop:
         reason = FinishReason.ABORT if self._error is None else FinishReason.ERROR
         text = None if self._error is None else f"the engine has stopped: {type(self._error).__name__}"
         try:
-            self._deliver(StepOutput(finished=[Finished(name, reason, 0, 0, 0, error=text) for name in left]))
+            ends = [Finished(name, reason, 0, 0, 0, error=text, lost=True) for name in left]
+            self._deliver(StepOutput(finished=ends))
         except Exception:
             logger.exception("the ends of %d requests could not be delivered", len(left))
         self.engine.close()

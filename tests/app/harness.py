@@ -14,53 +14,15 @@ from app.admission import Admission
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.doors import Doors
-from app.engine_client import Delivery, EngineLimits, Refusal, Submission
-from app.openai.errors import EngineFault
 from app.replica import EngineReplica
 from app.routes import create_app
+from app.serve_client import ServeEngineClient
 from app.service import Service
 from engine.engine import Engine
-from engine.errors import EngineDeadError
 from engine.outputs import EngineStats
 from engine.step_loop import StepLoop
 from engine.tokenizer import Tokenizer
-
-
-class LocalStream:
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aiter__(self) -> AsyncIterator[Delivery]:
-        async for message in self._generator:
-            if isinstance(message, Refusal):
-                raise message.to_error()
-            yield message
-
-    def close(self) -> None:
-        self._task = asyncio.ensure_future(self._generator.aclose())
-
-
-class LocalClient:
-    """`app.engine_client.EngineClient` without a process in between."""
-
-    def __init__(self, replica: EngineReplica) -> None:
-        self.replica = replica
-
-    async def limits(self) -> EngineLimits:
-        return self.replica.limits()
-
-    async def stats(self) -> list[EngineStats]:
-        return [self.replica.stats()]
-
-    async def check_health(self) -> None:
-        try:
-            self.replica.check_health()
-        except EngineDeadError as error:
-            raise EngineFault(str(error)) from error
-
-    def submit(self, submission: Submission) -> LocalStream:
-        return LocalStream(self.replica.submit(submission))
+from tests.app.local_handle import LocalHandle
 
 
 @dataclass
@@ -169,7 +131,7 @@ async def running(
 ) -> AsyncIterator[Server]:
     """Serve `engine` on a loopback socket. At the end nothing may be left in it."""
     replica = EngineReplica(lambda on_output: StepLoop(engine, on_output))
-    client = LocalClient(replica)
+    client = ServeEngineClient(LocalHandle([replica]))
     admission = Admission(capacity or engine.info.max_num_seqs * 5 // 4, max_waiting)
     chat_side = ChatSide(chat_templates(tokenizer, chat_template), tool_call_parser, reasoning_parser)
     service = Service("tiny", tokenizer, client, await client.limits(), admission, chat_side)

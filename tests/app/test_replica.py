@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from app.engine_client import Delivery, Refusal, Submission
+from app.engine_client import Message, Placed, Refusal, Submission
 from app.replica import EngineReplica
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineDeadError
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
 from engine.step_loop import StepLoop
 from tests.app.harness import until
@@ -36,21 +36,35 @@ def scripted(**options: Any) -> Engine:
     return Engine(ScriptedRunner([5, 6, 7, 8, 9], **options))
 
 
-async def tokens(stream: AsyncIterator[Delivery | Refusal]) -> tuple[list[int], FinishReason | None]:
+async def tokens(messages: AsyncIterator[Message]) -> tuple[list[int], FinishReason | None]:
+    """What a call that carries nobody else's tokens brings."""
     ids: list[int] = []
     reason = None
-    async for message in stream:
-        assert isinstance(message, Delivery), message
-        assert reason is None, "a delivery after the end"
+    async for message in messages:
+        if isinstance(message, Placed):
+            assert message.carries
+            continue
+        assert isinstance(message, StepOutput), message
+        assert reason is None, "a message after the end"
         ids += message.token_ids
-        reason = message.finished.reason if message.finished else None
+        reason = message.finished[0].reason if message.finished else None
     return ids, reason
+
+
+async def first_tokens(messages: AsyncIterator[Message]) -> list[int]:
+    assert isinstance(await anext(messages), Placed)
+    output = await anext(messages)
+    assert isinstance(output, StepOutput)
+    return output.token_ids
 
 
 async def test_tokens_then_the_end() -> None:
     with replica_of(scripted()) as replica:
         params = SamplingParams(max_tokens=4)
-        assert await tokens(replica.submit(Submission("a", [1, 2], params))) == ([5, 6, 7, 8], FinishReason.LENGTH)
+        assert await tokens(replica.submit(Submission("a", [1, 2], params), "ingress")) == (
+            [5, 6, 7, 8],
+            FinishReason.LENGTH,
+        )
         assert replica.stats().live_blocks == 0
 
 
@@ -67,7 +81,7 @@ async def test_a_step_wakes_the_event_loop_once_for_all_requests(monkeypatch: py
     monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
     with replica_of(scripted(max_num_batched_tokens=64)) as replica:
         submissions = [Submission(name, [1, 2], SamplingParams(max_tokens=10)) for name in "abcdefgh"]
-        await asyncio.gather(*(tokens(replica.submit(submission)) for submission in submissions))
+        await asyncio.gather(*(tokens(replica.submit(submission, submission.request_id)) for submission in submissions))
         assert len(wakes) <= replica.stats().steps
     assert max(len(output.token_ids) for output in wakes) > 1
 
@@ -78,17 +92,16 @@ async def test_a_request_goes_on_after_the_tokens_it_brings(model_dir: Path) -> 
     )
     with replica_of(Engine.from_config(config)) as replica:
         for params in (GREEDY, SamplingParams(seed=3, max_tokens=20, ignore_eos=True)):
-            whole, _ = await tokens(replica.submit(Submission("whole", [5, 6, 7], params)))
+            whole, _ = await tokens(replica.submit(Submission("whole", [5, 6, 7], params), "ingress"))
             resumed = Submission("rest", [5, 6, 7], params, output_ids=whole[:8])
-            assert await tokens(replica.submit(resumed)) == (whole[8:], FinishReason.LENGTH)
+            assert await tokens(replica.submit(resumed, "ingress")) == (whole[8:], FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "id"])
 async def test_an_abort_frees_the_request(how: str) -> None:
     with replica_of(scripted(before_step=Gate(0.002))) as replica:
-        stream = replica.submit(Submission("a", [1, 2], SamplingParams(max_tokens=100)))
-        first = await anext(stream)
-        assert isinstance(first, Delivery)
+        stream = replica.submit(Submission("a", [1, 2], SamplingParams(max_tokens=100)), "ingress")
+        await first_tokens(stream)
         if how == "close":
             await stream.aclose()
         elif how == "cancel":
@@ -105,7 +118,10 @@ async def test_an_abort_frees_the_request(how: str) -> None:
 async def test_an_abort_may_arrive_before_its_request() -> None:
     with replica_of(scripted()) as replica:
         replica.abort("late")
-        assert await tokens(replica.submit(Submission("late", [1], SamplingParams()))) == ([], FinishReason.ABORT)
+        assert await tokens(replica.submit(Submission("late", [1], SamplingParams()), "ingress")) == (
+            [],
+            FinishReason.ABORT,
+        )
 
 
 async def test_refusals_are_data() -> None:
@@ -113,37 +129,35 @@ async def test_refusals_are_data() -> None:
 
         async def refusal(**changes: Any) -> Refusal:
             fields: dict[str, Any] = {"request_id": "a", "prompt_ids": [1], "params": SamplingParams()} | changes
-            (message,) = [message async for message in replica.submit(Submission(**fields))]
+            (message,) = [message async for message in replica.submit(Submission(**fields), "ingress")]
             assert isinstance(message, Refusal)
             return message
 
         assert (await refusal(prompt_ids=[1] * 128)).code == "context_length_exceeded"
         assert (await refusal(prompt_ids=[400])).param == "prompt"
         assert (await refusal(params=SamplingParams(stop_token_ids=[400]))).param == "stop_token_ids"
-        assert (await tokens(replica.submit(Submission("a", [1], SamplingParams(max_tokens=1)))))[0] == [5]
+        assert (await tokens(replica.submit(Submission("a", [1], SamplingParams(max_tokens=1)), "ingress")))[0] == [5]
 
 
 async def test_an_id_in_use_is_refused_and_its_owner_undisturbed() -> None:
     with replica_of(scripted(before_step=Gate(0.002))) as replica:
-        owner = replica.submit(Submission("a", [1, 2], SamplingParams(max_tokens=10)))
-        first = await anext(owner)
-        (message,) = [message async for message in replica.submit(Submission("a", [1], SamplingParams()))]
+        owner = replica.submit(Submission("a", [1, 2], SamplingParams(max_tokens=10)), "ingress")
+        first = await first_tokens(owner)
+        (message,) = [message async for message in replica.submit(Submission("a", [1], SamplingParams()), "ingress")]
         assert isinstance(message, Refusal)
         rest, reason = await tokens(owner)
-        assert isinstance(first, Delivery)
-        assert (len(first.token_ids + rest), reason) == (10, FinishReason.LENGTH)
+        assert (len(first + rest), reason) == (10, FinishReason.LENGTH)
 
 
 async def test_what_waits_for_a_reader_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.replica.MAX_UNREAD_TOKENS", 8)
+    monkeypatch.setattr("app.outbox.MAX_UNREAD_TOKENS", 8)
     with replica_of(scripted()) as replica:
-        stream = replica.submit(Submission("a", [1], SamplingParams(max_tokens=100)))
-        first = await anext(stream)
-        assert isinstance(first, Delivery)
+        stream = replica.submit(Submission("a", [1], SamplingParams(max_tokens=100)), "ingress")
+        first = await first_tokens(stream)
         await until(lambda: replica.stats().num_running == 0, 2)
         ids, reason = await tokens(stream)
         assert reason is FinishReason.ABORT
-        assert 8 <= len(first.token_ids + ids) < 100
+        assert 8 <= len(first + ids) < 100
 
 
 async def test_a_stalled_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +166,9 @@ async def test_a_stalled_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) ->
     with replica_of(scripted(before_step=gate)) as replica:
         replica.check_health()
         gate.open.clear()
-        reader = asyncio.ensure_future(tokens(replica.submit(Submission("a", [1], SamplingParams(max_tokens=3)))))
+        reader = asyncio.ensure_future(
+            tokens(replica.submit(Submission("a", [1], SamplingParams(max_tokens=3)), "ingress"))
+        )
         await asyncio.sleep(0.2)
         with pytest.raises(EngineDeadError):
             replica.check_health()
@@ -164,9 +180,11 @@ async def test_a_stalled_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_dead_engine_ends_its_streams_and_takes_no_more() -> None:
     with replica_of(scripted(before_step=Faults(*range(1, 10)))) as replica:
         for _ in range(3):
-            assert (await tokens(replica.submit(Submission("a", [1], SamplingParams()))))[1] is FinishReason.ERROR
+            assert (await tokens(replica.submit(Submission("a", [1], SamplingParams()), "ingress")))[
+                1
+            ] is FinishReason.ERROR
         await asyncio.sleep(0.05)
         with pytest.raises(EngineDeadError):
             replica.check_health()
         with pytest.raises(EngineDeadError):
-            await anext(replica.submit(Submission("b", [1], SamplingParams())))
+            await anext(replica.submit(Submission("b", [1], SamplingParams()), "ingress"))

@@ -1,0 +1,114 @@
+"""Streams that survive the replica they run on: what is lost goes on elsewhere, after the tokens it has delivered.
+
+The engine takes a request up after any of its tokens as if it had made them itself (`output_ids` of a submission), and
+a token is a function of the request, its seed and its position. So the stream goes on with what it would have had.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from app.engine_client import Delivery, EngineClient, EngineLimits, ReplicaLost, Submission, TokenStream
+from engine.errors import EngineDeadError
+from engine.outputs import EngineStats
+
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
+"""Before a request goes on that got nowhere the last time: from the first, doubling, to the second."""
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(slots=True)
+class FailoverCounts:
+    """resubmitted: requests that went on elsewhere. given_up: those that failed all the same.
+
+    longest_pause_s: seconds without a token that a client has met by it.
+    """
+
+    resubmitted: int = 0
+    given_up: int = 0
+    longest_pause_s: float = 0.0
+
+
+class FailoverClient:
+    """`EngineClient` over another one, whose losses it makes good.
+
+    max_tries: resubmissions of a request in a row that bring no token; the next loss is an error.
+    """
+
+    def __init__(self, client: EngineClient, max_tries: int) -> None:
+        self._client = client
+        self.max_tries = max_tries
+        self.counts = FailoverCounts()
+
+    async def limits(self) -> EngineLimits:
+        return await self._client.limits()
+
+    async def stats(self) -> list[EngineStats]:
+        return await self._client.stats()
+
+    async def check_health(self) -> None:
+        await self._client.check_health()
+
+    def submit(self, submission: Submission) -> "FailoverStream":
+        return FailoverStream(self, self._client, submission)
+
+
+class FailoverStream:
+    """A submission that may have several streams, one after the other; see `TokenStream`."""
+
+    def __init__(self, owner: FailoverClient, client: EngineClient, submission: Submission) -> None:
+        self._owner = owner
+        self._client = client
+        self._submission = submission
+        self._delivered: list[int] = []
+        self._submitted = 0  # again, so many times
+        self._futile = 0  # of these in a row, those that brought nothing
+        self._heard_at = 0.0
+        self._lost_at = 0.0
+        self._stream: TokenStream = client.submit(submission)
+
+    def __aiter__(self) -> "FailoverStream":
+        return self
+
+    async def __anext__(self) -> Delivery:
+        while True:
+            try:
+                delivery = await anext(self._stream)
+            except (ReplicaLost, EngineDeadError) as error:
+                self._stream.close()
+                await self._go_on(error)
+                continue
+            self._delivered += delivery.token_ids
+            self._heard_at = time.monotonic()
+            if self._lost_at:
+                counts = self._owner.counts
+                counts.longest_pause_s = max(counts.longest_pause_s, self._heard_at - self._lost_at)
+                self._lost_at, self._futile = 0.0, 0
+            return delivery
+
+    def close(self) -> None:
+        self._stream.close()
+
+    async def _go_on(self, error: Exception) -> None:
+        """Submit again what is left, or raise `error` if that has been futile too often."""
+        counts, first = self._owner.counts, self._submission
+        if self._futile >= self._owner.max_tries:
+            counts.given_up += 1
+            raise error
+        self._lost_at = self._lost_at or self._heard_at or time.monotonic()
+        if self._futile:
+            await asyncio.sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._futile - 1)))
+        self._futile += 1
+        self._submitted += 1
+        counts.resubmitted += 1
+        logger.warning("request %s goes on elsewhere: %s", first.request_id, error)
+        # Under another id: the old one may not have ended everywhere, and tokens of it may be on their way.
+        again = replace(
+            first,
+            request_id=f"{first.request_id}~{self._submitted}",
+            output_ids=[*first.output_ids, *self._delivered],
+        )
+        self._stream = self._client.submit(again)

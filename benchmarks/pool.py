@@ -1,0 +1,109 @@
+"""The application on a local Ray cluster with a tiny random model, for checks that need processes to kill."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+
+import app
+from tests import tiny_models
+
+APP = "nanoserve"
+IDLE = (
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "nanoserve:live_blocks", "nanoserve:ingress_outstanding",
+    "nanoserve:ingress_queued",
+)  # fmt: skip
+"""Series that are zero when nothing is under way."""
+
+
+class Pool:
+    """A running application. url: of its HTTP door. model: the folder of its model."""
+
+    def __init__(self, url: str, model: Path, replicas: int) -> None:
+        self.url = url
+        self.model = model
+        self.replicas = replicas
+
+    def metrics(self) -> dict[str, float]:
+        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+    def held(self) -> dict[str, float]:
+        """What is under way."""
+        values = self.metrics()
+        return {name: values[name] for name in IDLE if values[name]}
+
+    def engine_pids(self) -> list[int]:
+        return _pids("engine")
+
+    def ingress_pids(self) -> list[int]:
+        return _pids("ingress")
+
+    def is_whole(self) -> bool:
+        states = serve.status().applications[APP].deployments["engine"].replica_states
+        return states == {"RUNNING": self.replicas} and len(self.engine_pids()) == self.replicas
+
+    def wait(self, condition: Callable[[], Any], within_s: float, what: str) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {within_s:.0f} s")
+            time.sleep(0.1)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _pids(deployment: str) -> list[int]:
+    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    pids = [_pid(name) for name in actors if f"#{deployment}#" in name]
+    return [pid for pid in pids if pid is not None]
+
+
+def _pid(actor: str) -> int | None:
+    """None for one that is starting, or gone."""
+    try:
+        handle = ray.get_actor(actor, namespace="serve")
+        pid: int = ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=2)
+    except Exception:
+        return None
+    return pid
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(folder: Path, *, replicas: int, ingresses: int = 1, num_cpus: int = 8, **settings: Any) -> Iterator[Pool]:
+    """Start a cluster, the application and its replicas; all of it ends with the context."""
+    model = tiny_models.llama(folder / "tiny", max_position_embeddings=8192)
+    port = free_port()
+    defaults = {
+        "model": str(model), "served_model_name": "tiny", "max_model_len": 2048, "num_gpu_blocks_override": 2048,
+        "num_threads": 1, "max_num_seqs": 32, "max_queue_size": 512, "num_replicas": replicas,
+        "num_ingress_replicas": ingresses,
+    }  # fmt: skip
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, namespace="serve")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(app.build(defaults | settings), name=APP, route_prefix="/")
+        pool = Pool(f"http://127.0.0.1:{port}", model, replicas)
+        pool.wait(pool.is_whole, 120, "all replicas up")
+        yield pool
+    finally:
+        serve.shutdown()
+        ray.shutdown()

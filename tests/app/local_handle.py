@@ -1,0 +1,110 @@
+"""A Serve handle without Serve: calls to engine replicas in the same process, that can be lost as a process is."""
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from app.engine_client import EngineLimits
+from app.replica import EngineReplica
+
+
+class LocalCall:
+    """A streaming call as Serve makes it: read ahead of its reader, and cancelled by a plain call."""
+
+    def __init__(self, messages: AsyncGenerator[Any, None]) -> None:
+        self._read: asyncio.Queue[Any] = asyncio.Queue()
+        self._task = asyncio.ensure_future(self._pump(messages))
+        self._task.add_done_callback(self._end)
+        self._lost: Exception | None = None
+        self.cancelled = False
+
+    def __aiter__(self) -> "LocalCall":
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._read.get()
+        if isinstance(message, BaseException):
+            raise message
+        return pickle.loads(message)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._task.cancel()
+
+    def lose(self) -> None:
+        """As if the process at the other end had been killed: what was on its way is gone too."""
+        self._lost = ConnectionError("killed")
+        while not self._read.empty():
+            self._read.get_nowait()
+        self._task.cancel()
+
+    @property
+    def ended(self) -> bool:
+        return self._task.done()
+
+    async def _pump(self, messages: AsyncGenerator[Any, None]) -> None:
+        async with aclosing(messages):
+            async for message in messages:
+                self._read.put_nowait(pickle.dumps(message))
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Also of a task that was cancelled before it began."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self._read.put_nowait(self._lost or error or StopAsyncIteration())
+
+
+class LocalBroadcast:
+    def __init__(self, answers: list[Any]) -> None:
+        self._answers = answers
+
+    async def results_async(self, **_: Any) -> list[Any]:
+        return self._answers
+
+
+class LocalHandle:
+    """As much of a DeploymentHandle as `ServeEngineClient` uses, around replicas that are called in turn.
+
+    calls: all that have been made. broadcasts: the same of those to every replica.
+    """
+
+    def __init__(self, replicas: Sequence[EngineReplica]) -> None:
+        self.replicas = list(replicas)
+        self.submit = self.limits = self
+        self.calls: list[tuple[EngineReplica, LocalCall]] = []
+        self.broadcasts: list[tuple[Any, ...]] = []
+        self._turns = itertools.count()
+
+    def options(self, **_: Any) -> "LocalHandle":
+        return self
+
+    def remote(self, *args: Any) -> Any:
+        if not args:
+            return self._limits()
+        replica = self.replicas[next(self._turns) % len(self.replicas)]
+        call = LocalCall(replica.submit(*args))
+        self.calls.append((replica, call))
+        return call
+
+    def kill(self, replica: EngineReplica) -> None:
+        self.replicas.remove(replica)
+        for where, call in self.calls:
+            if where is replica and not call.ended:
+                call.lose()
+
+    def broadcast(self, method: str, *args: Any) -> LocalBroadcast:
+        self.broadcasts.append((method, *args))
+        return LocalBroadcast([_answer(replica, method, args) for replica in self.replicas])
+
+    async def _limits(self) -> EngineLimits:
+        return self.replicas[0].limits()
+
+
+def _answer(replica: EngineReplica, method: str, args: tuple[Any, ...]) -> Any:
+    try:
+        answer = getattr(replica, method)(*args)
+    except Exception as error:
+        return error
+    return True if method == "check_health" else answer
