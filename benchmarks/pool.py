@@ -27,10 +27,15 @@ IDLE = (
 class Pool:
     """A running application. url: of its HTTP door. model: the folder of its model."""
 
-    def __init__(self, url: str, model: Path, replicas: int) -> None:
+    def __init__(self, url: str, settings: dict[str, Any]) -> None:
         self.url = url
-        self.model = model
-        self.replicas = replicas
+        self.model = Path(settings["model"])
+        self.replicas: int = settings["num_replicas"]
+        self._settings = settings
+
+    def deploy(self, **changes: Any) -> None:
+        """Start the application, or update it to other settings; returns when it runs with them."""
+        serve.run(app.build(self._settings | changes), name=APP, route_prefix="/")
 
     def metrics(self) -> dict[str, float]:
         text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
@@ -100,8 +105,8 @@ def running(folder: Path, *, replicas: int, ingresses: int = 1, num_cpus: int = 
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, namespace="serve")
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(app.build(defaults | settings), name=APP, route_prefix="/")
-        pool = Pool(f"http://127.0.0.1:{port}", model, replicas)
+        pool = Pool(f"http://127.0.0.1:{port}", defaults | settings)
+        pool.deploy()
         pool.wait(pool.is_whole, 120, "all replicas up")
         yield pool
     finally:

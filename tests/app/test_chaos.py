@@ -1,27 +1,29 @@
-"""Engine replicas killed under load, on a cluster of its own: `benchmarks.chaos` in a size for every day."""
+"""Three replicas behind two ingresses on a cluster of their own: what is killed, replaced and left in a hurry."""
 
 import asyncio
+import random
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.chaos import torment
 from benchmarks.pool import Pool, running
+from tests.app.harness import parse_events
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with running(tmp_path_factory.mktemp("chaos"), replicas=3, ingresses=2, num_cpus=8) as pool:
+    settings = {"max_model_len": 8192, "graceful_shutdown_timeout_s": 1.0}
+    with running(tmp_path_factory.mktemp("chaos"), replicas=3, ingresses=2, **settings) as pool:
         yield pool
 
 
 def test_metrics_are_of_the_whole_application_whichever_ingress_is_asked(pool: Pool) -> None:
-    bodies = [{"prompt": [5 + i], "max_tokens": 3, "ignore_eos": True} for i in range(12)]
-    for body in bodies:
-        with httpx.Client(
-            base_url=pool.url, timeout=30
-        ) as client:  # a connection each, so that both ingresses get some
+    for i in range(12):
+        with httpx.Client(base_url=pool.url, timeout=30) as client:  # connections of their own, for both ingresses
+            body = {"prompt": [5 + i], "max_tokens": 3, "ignore_eos": True}
             assert client.post("/v1/completions", json=body).status_code == 200
 
     def totals() -> set[tuple[float, ...]]:
@@ -32,6 +34,30 @@ def test_metrics_are_of_the_whole_application_whichever_ingress_is_asked(pool: P
     pool.wait(lambda: totals() == {(12, 36, 2, 3)}, 5, "both ingresses say the same")
 
 
+def test_clients_that_leave_within_a_tenth_of_a_second_orphan_nothing(pool: Pool) -> None:
+    """While they are queued, while their prompt is read, in mid-stream, with a stream and without."""
+    rng = random.Random(0)
+
+    async def come_and_leave(http: httpx.AsyncClient) -> None:
+        body: dict[str, Any] = {
+            "prompt": [rng.randrange(3, 384) for _ in range(rng.choice((3, 1500)))], "max_tokens": 4000,
+            "ignore_eos": True, "stream": rng.random() < 0.5, "n": rng.choice((1, 1, 3)), "temperature": 1.0,
+        }  # fmt: skip
+        asked = asyncio.ensure_future(http.post("/v1/completions", json=body))
+        await asyncio.sleep(rng.uniform(0, 0.1))
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+    async def many() -> None:
+        async with httpx.AsyncClient(base_url=pool.url, timeout=60, limits=httpx.Limits(max_connections=200)) as http:
+            for _ in range(3):
+                await asyncio.gather(*(come_and_leave(http) for _ in range(60)))
+
+    asyncio.run(many())
+    pool.wait(lambda: not pool.held(), 8, "nothing held")
+    assert httpx.post(f"{pool.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
 def test_streams_outlive_their_replicas(pool: Pool) -> None:
     """One replica is killed, and then all at once."""
     report = asyncio.run(torment(pool, kills=2, streams=60, max_tokens=150, say=print, requests=8))
@@ -39,3 +65,40 @@ def test_streams_outlive_their_replicas(pool: Pool) -> None:
     assert report.kills == 4
     assert report.streams >= 60
     assert report.failovers > 0
+
+
+def test_an_update_that_exceeds_its_drain_fails_no_request(pool: Pool) -> None:
+    """Every replica is replaced under streams that take longer than it may drain."""
+    bodies = [
+        {"prompt": [5 + i], "max_tokens": 4000, "ignore_eos": True, "stream": i % 2 == 0, "seed": i, "temperature": 1.0}
+        for i in range(4)
+    ]
+
+    async def run() -> tuple[list[str], list[str], int]:
+        async with httpx.AsyncClient(base_url=pool.url, timeout=120) as http:
+
+            async def text(body: dict[str, Any]) -> str:
+                response = await http.post("/v1/completions", json=body)
+                assert response.status_code == 200, response.text
+                if not body["stream"]:
+                    answer: str = response.json()["choices"][0]["text"]
+                    return answer
+                events = parse_events(response)
+                assert events.done
+                return events.text
+
+            expected = await asyncio.gather(*(text(body) for body in bodies))
+            old = set(pool.engine_pids())
+            asked = [asyncio.ensure_future(text(body)) for body in bodies]
+            await asyncio.sleep(0.3)
+            updating = asyncio.ensure_future(asyncio.to_thread(pool.deploy, max_num_seqs=16))
+            while old & set(await asyncio.to_thread(pool.engine_pids)):
+                await asyncio.sleep(0.1)
+            outlived = sum(not task.done() for task in asked)
+            found = await asyncio.gather(*asked)
+            await updating
+            return found, expected, outlived
+
+    found, expected, outlived = asyncio.run(run())
+    assert found == expected
+    assert outlived, "the streams ended before their replicas: nothing was tried"
