@@ -110,5 +110,6 @@ class FailoverStream:
             first,
             request_id=f"{first.request_id}~{self._submitted}",
             output_ids=[*first.output_ids, *self._delivered],
+            priority=first.priority - 1,  # a stream that stands still comes before those that have not begun
         )
         self._stream = self._client.submit(again)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from benchmarks.chaos import torment
-from benchmarks.pool import Pool, running
+from benchmarks.pool import Pool, kill, running
 from tests.app.harness import parse_events
 
 
@@ -56,6 +56,28 @@ def test_clients_that_leave_within_a_tenth_of_a_second_orphan_nothing(pool: Pool
     asyncio.run(many())
     pool.wait(lambda: not pool.held(), 8, "nothing held")
     assert httpx.post(f"{pool.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_an_ingress_that_is_killed_leaves_nothing_running(pool: Pool) -> None:
+    async def ask() -> list[Any]:
+        body = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=pool.url, timeout=60) as http:
+            asked = [asyncio.ensure_future(http.post("/v1/completions", json=body)) for _ in range(8)]
+            await asyncio.sleep(1.0)
+            for pid in await asyncio.to_thread(pool.ingress_pids):
+                kill(pid)
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    assert all(isinstance(answer, Exception) or answer.status_code >= 500 for answer in answers)
+
+    def answers_again() -> bool:
+        try:
+            return not pool.held() and pool.metrics()["nanoserve:ingress_replicas"] == 2
+        except httpx.HTTPError:
+            return False
+
+    pool.wait(answers_again, 40, "ingresses back, and nothing held")
 
 
 def test_streams_outlive_their_replicas(pool: Pool) -> None:

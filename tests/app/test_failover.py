@@ -28,6 +28,7 @@ from engine.step_loop import StepLoop
 from engine.tokenizer import Tokenizer
 from tests.app.harness import parse_events, until
 from tests.app.local_handle import LocalHandle
+from tests.app.test_lifecycle import Faults
 from tests.scripted import ScriptedRunner
 
 SCRIPT = list(range(5, 105))
@@ -298,3 +299,15 @@ async def test_closing_between_two_tries_submits_nothing_more(monkeypatch: pytes
         stream.close()
         await asyncio.sleep(0.3)
         assert len(it.handle.calls) == 2
+
+
+async def test_a_step_that_fails_is_an_error_and_no_loss() -> None:
+    """It may be the request that makes it fail: on another replica it would do so again."""
+
+    def faulty() -> Engine:
+        return Engine(ScriptedRunner(SCRIPT, before_step=Faults(5)))
+
+    async with pool([faulty(), faulty()]) as it:
+        ids, reason = await tokens(it.client.submit(Submission("a", [1, 2], SamplingParams(max_tokens=80))))
+        assert (len(ids), reason) == (4, FinishReason.ERROR)
+        assert it.client.counts.resubmitted == 0
