@@ -19,7 +19,8 @@ _ENTRY_SIZE = 4
 class Answer(Protocol):
     async def whole(self) -> Body: ...
 
-    def chunks(self) -> AsyncGenerator[Body, None]: ...
+    def chunks(self) -> AsyncGenerator[Body | bytes, None]:
+        """What a stream brings; bytes are events that need no more forming."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class GeneratedAnswer:
         entries = sum(len(choice.entries) + len(choice.prompt_entries or ()) for choice in choices)
         return await off_loop(self.form.whole, entries * _ENTRY_SIZE, choices, total)
 
-    async def chunks(self) -> AsyncGenerator[Body, None]:
+    async def chunks(self) -> AsyncGenerator[Body | bytes, None]:
         form, total = self.form, Usage()
         opened: set[int] = set()
         async with aclosing(self._deltas()) as deltas:
@@ -69,7 +70,7 @@ class GeneratedAnswer:
                     for chunk in form.opening(index):
                         yield chunk
                 for part in self.assemblers[index].take(delta):
-                    yield form.chunk(index, part)
+                    yield form.text_event(index, part.content) if part.is_plain else form.chunk(index, part)
                 total.add(delta.usage)
         if form.include_usage:
             yield form.usage(total)
@@ -127,7 +128,7 @@ class PromptOnlyAnswer:
         choices = [Choice(content=text, finish_reason=self.reason) for text in self.texts]
         return self.form.whole(choices, Usage(self.prompt_tokens))
 
-    async def chunks(self) -> AsyncGenerator[Body, None]:
+    async def chunks(self) -> AsyncGenerator[Body | bytes, None]:
         for index, text in enumerate(self.texts):
             for chunk in self.form.opening(index):
                 yield chunk

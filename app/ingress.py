@@ -1,5 +1,6 @@
 """The ingress deployment: HTTP and text on this side, token ids on the engine's."""
 
+import gc
 import math
 from typing import Any
 
@@ -83,6 +84,7 @@ class IngressDeployment:
         client = FailoverClient(ServeEngineClient(self._engine), self._settings.max_resubmissions)
         self._service = service = await create_service(self._settings, client)
         service.scrape.ingresses = Peers(service).stats
+        gc.freeze()  # what has been loaded stays: looking through it again and again would hold up every stream
         return create_app(service, self._settings.stream_commit_s, doors(self._settings))
 
     async def stats(self) -> IngressStats:

@@ -1,6 +1,7 @@
 """The engine deployment: token ids in, token ids out. The work is done by `EngineReplica`, which knows no Ray."""
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
@@ -202,6 +203,7 @@ class EngineDeployment:
     def __init__(self, config: EngineConfig) -> None:
         show_engine_log()
         self._replica = start_replica(config, leave_soon)
+        gc.freeze()  # what has been loaded stays: looking through it again and again would hold up the steps
 
     async def submit(self, submission: Submission, ingress: str) -> AsyncGenerator[Message, None]:
         return self._replica.submit(submission, ingress)

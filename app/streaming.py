@@ -35,7 +35,7 @@ class EventStream:
     after it an `error` event that ends the stream.
     """
 
-    def __init__(self, chunks: AsyncGenerator[Body, None], commit_s: float) -> None:
+    def __init__(self, chunks: AsyncGenerator[Body | bytes, None], commit_s: float) -> None:
         self._chunks = chunks
         self._commit_s = commit_s
         self._sent_at = 0.0
@@ -58,11 +58,11 @@ class EventStream:
             if first.done():  # else its own cancellation closes the chunks
                 await self._chunks.aclose()
 
-    async def _send_chunks(self, first: "asyncio.Future[Body | None]", send: Send) -> None:
+    async def _send_chunks(self, first: "asyncio.Future[Body | bytes | None]", send: Send) -> None:
         try:
             chunk = await first
             while chunk is not None:
-                await self._send(event(chunk), send)
+                await self._send(chunk if isinstance(chunk, bytes) else event(chunk), send)
                 chunk = await anext(self._chunks, None)
         except Exception as error:
             await self._send(event(_logged(error).body(), "error"), send)

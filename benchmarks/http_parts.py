@@ -27,7 +27,7 @@ from app.chat_template import chat_templates
 from app.engine_client import EngineLimits
 from app.failover import FailoverClient
 from app.openai.completion_request import CompletionRequest
-from app.openai.responses import CompletionFormat, Part, event
+from app.openai.responses import CompletionFormat
 from app.outbox import Outbox
 from app.serve_client import ServeEngineClient
 from app.service import Service
@@ -88,7 +88,7 @@ def parts() -> dict[str, float]:
 
 
 def _format(form: CompletionFormat) -> Callable[[int], Any]:
-    return lambda i: event(form.chunk(0, Part(" the")))
+    return lambda i: form.text_event(0, " the")
 
 
 def _each(function: Callable[[int], Any]) -> float:

@@ -7,6 +7,7 @@ for as many as can be.
 import asyncio
 import heapq
 import json
+import math
 import os
 import sys
 import tempfile
@@ -40,8 +41,9 @@ MAX_TOTAL_TOKENS = 1_000_000
 class StandInLoop:
     """A step loop (see `engine.step_loop.StepLoop`) whose tokens cost nothing.
 
-    Requests with a rate get their first token at once and the others in its time; those without get one in each step,
-    and a step is made as soon as the last one has been taken, so that none is added to another.
+    Requests with a rate get their first token at once, and the others in steps that all of that rate share, as an
+    engine's would be. Those without get one in each step, and a step is made as soon as the last one has been taken, so
+    that none is added to another.
     """
 
     failed = False
@@ -53,7 +55,7 @@ class StandInLoop:
         self._left: dict[str, int] = {}
         self._made: dict[str, int] = {}
         self._hurried: dict[str, None] = {}
-        self._due: list[tuple[float, str, float]] = []
+        self._due: list[tuple[float, str, int]] = []
         self._ended: list[Finished] = []
         self.engine = self
         self.info = EngineInfo(None, MAX_TOTAL_TOKENS, 1024, 16, 1024, 384, "cpu", "float32")
@@ -69,7 +71,7 @@ class StandInLoop:
             self._left[request_id] = params.max_tokens or 1
             self._made[request_id] = 0
             if params.seed:
-                heapq.heappush(self._due, (time.monotonic(), request_id, 1 / params.seed))
+                heapq.heappush(self._due, (time.monotonic(), request_id, params.seed))
             else:
                 self._hurried[request_id] = None
             self._wake.notify()
@@ -116,9 +118,9 @@ class StandInLoop:
     def _those_due(self) -> Iterator[str]:
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
-            due, request_id, interval = heapq.heappop(self._due)
+            _, request_id, rate = heapq.heappop(self._due)
             if request_id in self._left:
-                heapq.heappush(self._due, (due + interval, request_id, interval))
+                heapq.heappush(self._due, ((math.floor(now * rate) + 1) / rate, request_id, rate))
                 yield request_id
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from json.encoder import encode_basestring
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -14,6 +15,9 @@ from app.openai.token_entries import TokenEntry
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+_MARK = f"text-{uuid4().hex}"
+"""Stands where a text will be."""
 
 Body = dict[str, Any]
 
@@ -66,6 +70,13 @@ class Part:
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it brings text of the answer and nothing else."""
+        return bool(self.content) and not (
+            self.entries or self.token_ids or self.finish_reason or self.reasoning or self.call
+        )
+
 
 @dataclass(slots=True)
 class Call:
@@ -113,6 +124,7 @@ class Format(ABC):
     prompts: Sequence[Sequence[int]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     unique: str = field(default_factory=lambda: uuid4().hex)
+    _around_text: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False, repr=False, compare=False)
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -128,6 +140,14 @@ class Format(ABC):
     @abstractmethod
     def chunk(self, index: int, part: Part) -> Body:
         """A chunk with more of a choice, or with why it ended."""
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """`event(self.chunk(index, Part(text)))`, a third of whose time it takes: only the text is new in it."""
+        around = self._around_text.get(index)
+        if around is None:
+            before, after = event(self.chunk(index, Part(_MARK))).split(to_json(_MARK))
+            around = self._around_text[index] = before, after
+        return around[0] + encode_basestring(text).encode() + around[1]
 
     def usage(self, usage: Usage) -> Body:
         """The last chunk of a stream whose client asked for it: no choices."""
@@ -264,7 +284,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 """`json.dumps` would make an encoder for each event, which takes longer than the event."""
 
 
-def to_json(body: Body) -> bytes:
+def to_json(body: Body | str) -> bytes:
     return _encode(body).encode()
 
 
