@@ -6,6 +6,7 @@ What a quantisation means comes from that package, which loads only when tensors
 """
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,7 @@ class GGUFError(ConfigError):
 class TensorInfo:
     """Where a tensor lies. shape: outermost dimension first, as in torch; kind: ggml's type; offset: bytes."""
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: int
@@ -39,7 +41,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A parsed header; tensors are read from the file when asked for."""
+    """A parsed header; tensors are read from the file when asked for. Of a model in several files, all of them."""
 
     path: Path
     metadata: dict[str, Any]
@@ -68,9 +70,9 @@ class GGUFFile:
                 raise ValueError(f"rows of {info.shape[-1]} are no whole number of blocks of {block}")
             row_bytes = info.shape[-1] // block * block_bytes
             size = prod(info.shape[:-1]) * row_bytes
-            raw = np.fromfile(self.path, np.uint8, size, offset=info.offset)
+            raw = np.fromfile(info.path, np.uint8, size, offset=info.offset)
             if raw.size != size:
-                raise ValueError(f"the file ends {size - raw.size} bytes before the tensor does")
+                raise ValueError(f"{info.path.name} ends {size - raw.size} bytes before the tensor does")
             # [..., row bytes] -> [..., elements of a row]
             values = gguf.dequantize(raw.reshape(*info.shape[:-1], row_bytes), kind)
         except (ValueError, KeyError, NotImplementedError) as error:
@@ -81,8 +83,9 @@ class GGUFFile:
 def open_gguf(path: Path) -> GGUFFile:
     """Parse the header of a GGUF file. Raises `GGUFError` naming the file when it is truncated or corrupt."""
     try:
-        stat = path.stat()
-        return _open(path, stat.st_size, stat.st_mtime_ns)
+        parts = _parts(path)
+        stats = tuple((part.stat().st_size, part.stat().st_mtime_ns) for part in parts)
+        return _open(parts, stats)
     except ConfigError:
         raise
     except OSError as error:
@@ -91,11 +94,35 @@ def open_gguf(path: Path) -> GGUFFile:
         raise GGUFError(f"{path} is no valid GGUF file: truncated or corrupt ({error})") from error
 
 
+_PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    """All files of the model that `path` is, or is one of."""
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    stem, count = match[1], int(match[2])
+    parts = tuple(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
+    if absent := [part.name for part in parts if not part.is_file()]:
+        raise GGUFError(f"{path} is one of {count} files, and of those {', '.join(absent[:5])} are not beside it")
+    return parts
+
+
 @lru_cache(maxsize=2)
-def _open(path: Path, size: int, mtime_ns: int) -> GGUFFile:
-    # Config, weights and tokenizer each ask for the same header; size and time in the key notice a new file.
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _HeaderParser(path, data).parse()
+def _open(parts: tuple[Path, ...], stats: tuple[tuple[int, int], ...]) -> GGUFFile:
+    # Config, weights and tokenizer each ask for the same header; sizes and times in the key notice a new file.
+    files = []
+    for path in parts:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            files.append(_HeaderParser(path, data).parse())
+    first = files[0]  # has the metadata of all
+    count = first.metadata.get("split.count", 1)
+    if count not in (0, len(parts)):
+        raise GGUFError(
+            f"{first.path} is one of {count} parts: keep them side by side as NAME-00001-of-{count:05}.gguf and so on"
+        )
+    return GGUFFile(first.path, first.metadata, {name: info for file in files for name, info in file.tensors.items()})
 
 
 class _HeaderParser:
@@ -116,8 +143,6 @@ class _HeaderParser:
         for _ in range(num_values):
             key = self._string()
             metadata[key] = self._value(self._scalar("I"))
-        if metadata.get("split.count", 1) > 1:
-            raise GGUFError(f"{self.path} is one of several parts: merge them into one file first (gguf-split)")
         return GGUFFile(self.path, metadata, self._tensors(num_tensors, metadata.get("general.alignment", 32)))
 
     def _tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
@@ -133,7 +158,7 @@ class _HeaderParser:
         for name, shape, kind, offset in found:
             if not shape or 0 in shape or start + offset >= len(self.data):
                 raise GGUFError(f"{self.path} is truncated or corrupt: the tensor {name} has no place in it")
-            tensors[name] = TensorInfo(name, shape, kind, start + offset)
+            tensors[name] = TensorInfo(self.path, name, shape, kind, start + offset)
         return tensors
 
     def _value(self, kind: int) -> Any:

@@ -95,9 +95,13 @@ class ConfigReader:
 
     def optional(self, key: str) -> float | None:
         """A number above 0; None where it is null, or where the family does not know the key."""
-        if key not in self.defaults or self.get(key) is None:
+        if key not in self.defaults or self.is_off(key):
             return None
         return self.number(key, default=1.0)
+
+    def is_off(self, key: str) -> bool:
+        """Whether a thing that null switches off is off, by the config or, where it has no such key, by the family."""
+        return (self.config[key] if key in self.config else self.defaults.get(key)) is None
 
     def flag(self, key: str) -> bool:
         value = self.get(key, False)
@@ -176,7 +180,7 @@ def _layers(read: ConfigReader, family: Family, count: int, head_dim: int) -> tu
 def _windows(read: ConfigReader, family: Family, count: int) -> list[int]:
     """Each layer's window; 0 where it sees all."""
     off = "use_sliding_window" in family.defaults and not read.flag("use_sliding_window")
-    if family.windows == "none" or off or read.get("sliding_window") is None:
+    if family.windows == "none" or off or read.is_off("sliding_window"):
         return [0] * count
     window = read.count("sliding_window")
     if family.windows == "all":

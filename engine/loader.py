@@ -123,7 +123,7 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _iter_gguf(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from engine.gguf_to_hf import iter_tensors
+    from engine.gguf_tensors import iter_tensors
 
     try:
         for name, values in iter_tensors(path):

@@ -169,8 +169,8 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
+    from engine.gguf_config import eos_token_ids
     from engine.gguf_file import open_gguf
-    from engine.gguf_to_hf import eos_token_ids
 
     file = open_gguf(path)
     kind = file.metadata.get("tokenizer.ggml.model")

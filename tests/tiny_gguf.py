@@ -1,6 +1,7 @@
 """Writes a tiny Hugging Face folder as a GGUF file, as llama.cpp's converter does."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,17 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-from engine.model_config import load_model_config
 from tests import tiny_models
+
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2",
+    "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3", "arcee": "arcee",
+}  # fmt: skip
+"""GGUF's architecture by `model_type`."""
+
+PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee")
+OFFSET_NORMS = ("gemma2", "gemma3_text")
 
 
 def write_gguf(
@@ -22,28 +32,19 @@ def write_gguf(
     add_bos: bool | None = False,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, npt.NDArray[Any]] | None = None,
+    files: int = 1,
 ) -> Path:
     """Convert `folder` to `file` and return it; matrices get the type `kind`, vectors stay float32.
 
     pre: the rule for splitting text, in GGUF's words. add_bos: None leaves the flag out.
-    metadata: further numbers and strings. tensors: further tensors by their GGUF names.
+    metadata: further numbers and strings. tensors: further tensors by their GGUF names. files: above 1, `file` is the
+    stem of their names, and the first of them is returned.
     """
-    config = load_model_config(folder)
-    name = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}[config.architecture]
-    writer = gguf.GGUFWriter(file, name)
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.layers[0].rope.theta)
-    if name == "llama":
-        writer.add_rope_dimension_count(config.head_dim)
-    else:
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+    config = json.loads((folder / "config.json").read_text())
+    model_type = config["model_type"]
+    name = ARCHITECTURES[model_type]
+    writer = gguf.GGUFWriter(file, name, split_max_tensors=0 if files == 1 else 8)
+    _add_config(writer, config, name)
     _add_tokenizer(writer, pre)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
@@ -52,12 +53,16 @@ def write_gguf(
             writer.add_string(key, value)
         else:
             writer.add_uint32(key, value)
-    names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name), config.num_layers)
-    for hf_name, weight in load_file(folder / "model.safetensors").items():
+    arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for hf_name, weight in _stacked(load_file(folder / "model.safetensors")).items():
         values = weight
-        if name == "llama" and ("q_proj" in hf_name or "k_proj" in hf_name):
-            values = permute(weight, config.num_heads if "q_proj" in hf_name else config.num_kv_heads)
-        own = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        if model_type in PERMUTED and ("q_proj" in hf_name or "k_proj" in hf_name):
+            heads = "num_attention_heads" if "q_proj" in hf_name else "num_key_value_heads"
+            values = permute(weight, config[heads])
+        if model_type in OFFSET_NORMS and hf_name.endswith("norm.weight"):
+            values = weight + np.float32(1.0)
+        own = kind if weight.ndim >= 2 else gguf.GGMLQuantizationType.F32
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(gguf_name, gguf.quantize(values, own), raw_dtype=own)
     for gguf_name, values in (tensors or {}).items():
@@ -66,7 +71,75 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    if files == 1:
+        return file
+    return sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))[0]
+
+
+def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any], name: str) -> None:
+    """As llama.cpp's converter does: what it leaves out is left out here."""
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config["rope_parameters"]
+    full = rope.get("full_attention", rope)
+    if name != "gemma2":
+        writer.add_rope_freq_base(full["rope_theta"])
+    if name in ("llama", "phi3", "granite", "smollm3"):
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if full["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if full["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if full["rope_type"] == "longrope":
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(full[f"{length}_factor"], np.float32))
+    if name in ("gemma2", "gemma3", "phi3") or config["model_type"] == "olmo3":
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+    if config["model_type"] == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if name == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if experts := config.get("num_local_experts", config.get("num_experts")):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if "moe_intermediate_size" in config:
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+_MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+
+def _stacked(weights: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Experts of a layer as one tensor, by Qwen's names."""
+    found: dict[str, Any] = {}
+    for name, weight in weights.items():
+        for theirs, ours in _MIXTRAL.items():
+            name = name.replace(theirs, ours)
+        match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name)
+        if match is None:
+            found[name] = weight
+        else:
+            found.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = weight
+    return {
+        name: np.stack([weight[i] for i in range(len(weight))]) if isinstance(weight, dict) else weight
+        for name, weight in found.items()
+    }
 
 
 def permute(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:

@@ -1,7 +1,7 @@
 """The families of models that can be served, each by what sets it apart from Llama: one table, read by everything.
 
 `engine.hf_config` makes a `ModelConfig` of a checkpoint's config by it, `engine.models.checkpoint` reads the weights,
-`engine.gguf_to_hf` translates GGUF files, and docs/models.md is printed from it. docs/adding-a-model.md says how a
+`engine.gguf_config` translates GGUF files, and docs/models.md is printed from it. docs/adding-a-model.md says how a
 family is added.
 """
 
@@ -15,7 +15,8 @@ from engine.model_config import NormPlacement, QKNorm
 @dataclass(frozen=True, slots=True)
 class Family:
     """title: what people call it. model_type: as in config.json; a text part beside others (pictures, sound) has this
-        alone. gguf: llama.cpp's name of the architecture; None: GGUF files of it are not read.
+        alone. gguf: llama.cpp's name of the architecture; None: GGUF files of it are read as another family, or not.
+    gguf_permuted: GGUF files have the rows of q and k interleaved, for a rotation of neighbours.
 
     defaults: keys of the config that this family knows beside those that all have, and what a missing key means.
     qkv_bias, output_bias: biases of the projections; None: as the config's `attention_bias` says.
@@ -28,6 +29,7 @@ class Family:
     title: str
     model_type: str
     gguf: str | None = None
+    gguf_permuted: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     norms: NormPlacement = "before"
     norm_offset: bool = False
@@ -53,7 +55,9 @@ _GEMMA = {
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("Llama 2, 3, 3.1, 3.2, 3.3; SmolLM 1 and 2; TinyLlama", "llama", gguf="llama"),
+    "LlamaForCausalLM": Family(
+        "Llama 2, 3, 3.1, 3.2, 3.3; SmolLM 1 and 2; TinyLlama", "llama", gguf="llama", gguf_permuted=True
+    ),
     "MistralForCausalLM": Family(
         "Mistral 7B, Nemo, Small",
         "mistral",
@@ -101,6 +105,7 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         "Mixtral 8x7B, 8x22B",
         "mixtral",
+        gguf_permuted=True,
         windows="all",
         qkv_bias=False,
         output_bias=False,
@@ -123,6 +128,7 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3",
         "smollm3",
         gguf="smollm3",
+        gguf_permuted=True,
         windows="by layer",
         defaults={
             "rope_theta": 2e6,
@@ -138,6 +144,7 @@ FAMILIES: dict[str, Family] = {
         "Granite 3.x dense",
         "granite",
         gguf="granite",
+        gguf_permuted=True,
         defaults={
             "embedding_multiplier": 1.0,
             "residual_multiplier": 1.0,

@@ -15,8 +15,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.errors import ConfigError
 from engine.export import export_hf_folder
+from engine.gguf_config import hf_config, llama3_factors
 from engine.gguf_file import GGUFError, open_gguf
-from engine.gguf_to_hf import _llama3_factors, hf_config
 from engine.hub import resolve_model
 from engine.loader import LoadError, iter_weights, load_weights
 from engine.model_config import load_model_config
@@ -118,7 +118,7 @@ def test_llama_3_factors_give_back_the_parameters_they_come_from(folders: dict[s
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
     factors = (plain / scaled).numpy()
-    assert np.allclose(factors, _llama3_factors(10000.0, 16, 32.0), rtol=1e-5)
+    assert np.allclose(factors, llama3_factors(10000.0, 16, 32.0), rtol=1e-5)
 
     file = write_gguf(folders["llama"], tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors})
     rope = load_model_config(file).layers[0].rope
@@ -141,11 +141,11 @@ def test_other_rope_factors_are_refused(folders: dict[str, Path], tmp_path: Path
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"llama.expert_count": 8}, "expert_used_count is None, but must be a whole number"),
         ({"llama.attention.key_length": 32}, "rotary embeddings over 16 of 32"),
         ({"llama.attention.value_length": 32}, "values of another length"),
         ({"llama.rope.scaling.type": "odd"}, "only the rope types default, linear"),
-        ({"split.count": 2}, "one of several parts"),
+        ({"split.count": 2}, "one of 2 parts"),
     ],
 )
 def test_a_gguf_of_a_kind_that_is_not_supported_is_refused(
@@ -162,7 +162,7 @@ def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(tmp_
     writer.write_kv_data_to_file()
     writer.close()
     for read in (load_model_config, lambda path: list(iter_weights(path))):
-        with pytest.raises(ConfigError, match="'falcon' is not supported; supported are llama, qwen3"):
+        with pytest.raises(ConfigError, match="'falcon' is not supported; supported are llama, qwen2, qwen3, "):
             read(tmp_path / "m.gguf")
 
 

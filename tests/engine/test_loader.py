@@ -280,6 +280,15 @@ def test_keys_that_may_be_left_out_get_the_architecture_s_defaults() -> None:
     assert from_hf(BASE | {"architectures": ["Qwen3ForCausalLM"]}, "config.json").head_dim == 128
 
 
+def test_null_switches_off_what_a_missing_key_leaves_on() -> None:
+    mistral = BASE | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    assert from_hf(mistral, "config.json").layers[0].window == 4096
+    assert from_hf(mistral | {"sliding_window": None}, "config.json").layers[0].window == 0
+    gemma = {"architectures": ["Gemma2ForCausalLM"]}
+    assert from_hf(gemma, "config.json").attention_soft_cap == 50.0
+    assert from_hf(gemma | {"attn_logit_softcapping": None}, "config.json").attention_soft_cap == 0.0
+
+
 @pytest.mark.parametrize(
     "keys",
     [
