@@ -6,13 +6,17 @@ Used by the MLP, whose gate and up projections are one fused matrix.
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import cpu_ops
+from kernels import cpu_ops, gpu
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """x: [tokens, 2 * n], gate columns first, then up -> [tokens, n], of x's type."""
     if cpu_ops.usable(x):
         return cpu_ops.silu_and_mul(x)
+    if gpu.usable(x):
+        from kernels.gpu import activation
+
+        return activation.silu_and_mul(x)
     return reference(x)
 
 

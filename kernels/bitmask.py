@@ -12,13 +12,21 @@ import functools
 import torch
 from torch import Tensor
 
+from kernels import gpu
+
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-    """rows: int64 [masked rows], which rows of `logits` the masks are for; None for all, in order. NaN stays NaN.
+    """rows: int64 [masked rows], which rows of `logits` the masks are for; None for all, in order. A NaN of an
+    allowed token stays.
 
     Raises `ValueError` for shapes that do not fit.
     """
     _check(logits, bitmask, rows)
+    if gpu.usable(logits):
+        from kernels.gpu import logits as gpu_logits
+
+        gpu_logits.apply_bitmask(logits, bitmask, rows)
+        return
     table = _limits(logits.dtype, logits.device)
     index = bitmask.contiguous().view(torch.uint8).to(torch.int32)  # [masked rows, bytes]
     limits = torch.nn.functional.embedding(index, table).flatten(1)[:, : logits.shape[1]]

@@ -8,13 +8,17 @@ Nothing is written in place: the residual is read again later.
 import torch
 from torch import Tensor
 
-from kernels import cpu_ops
+from kernels import cpu_ops, gpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., n], weight: [n] -> [..., n], of x's type."""
     if cpu_ops.usable(x):
         return cpu_ops.rms_norm(x, weight, eps)
+    if gpu.usable(x):
+        from kernels.gpu import norm
+
+        return norm.rms_norm(x, weight, eps)
     return reference(x, weight, eps)
 
 
@@ -22,6 +26,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """x, residual: [..., n], weight: [n] -> (normed sum, sum), both [..., n]."""
     if cpu_ops.usable(x):
         return cpu_ops.add_rms_norm(x, residual, weight, eps)
+    if gpu.usable(x):
+        from kernels.gpu import norm
+
+        return norm.add_rms_norm(x, residual, weight, eps)
     return add_reference(x, residual, weight, eps)
 
 

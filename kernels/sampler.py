@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import gpu
+
 CANDIDATES = 256
 """Most likely tokens looked at first; a filter that reaches beyond them has its row sorted whole."""
 
@@ -77,6 +79,43 @@ def lowest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, can
     return low
 
 
+def choose(
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    filters: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Tokens by each row's parameters: int64 [n].
+
+    logits: float32 [n, vocab], may be changed; rows: int64 [n], where the parameters of each are in temperature: float32
+    [R], 0 for the most likely token, and seeds: int64 [R]; positions: int64 [n], of the token to come.
+    filters: top_k: int32 [R], top_p and min_p: float32 [R], as in `lowest_kept`; None if no row filters.
+    """
+    if gpu.usable(logits):
+        from kernels.gpu import sampler
+
+        return sampler.choose(logits, rows, temperature, seeds, positions, filters)
+    best = logits.argmax(dim=-1)
+    own = temperature[rows]
+    greedy = own == 0
+    logits.div_(torch.where(greedy, 1.0, own)[:, None])
+    if filters is not None:
+        top_k, top_p, min_p = filters
+        logits.masked_fill_(logits < lowest_kept(logits, top_k[rows], top_p[rows], min_p[rows]), -torch.inf)
+    return torch.where(greedy, best, draw(logits, uniform(seeds[rows], positions)))
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """logits: [n, vocab] -> int64 [n], the first of the highest."""
+    if gpu.usable(logits):
+        from kernels.gpu import sampler
+
+        return sampler.argmax(logits)
+    return logits.argmax(dim=-1)
+
+
 def penalise(logits: Tensor, seen: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> Tensor:
     """Logits of tokens that were there before, made less likely; OpenAI's and CTRL's definitions in vLLM's order.
 
@@ -89,6 +128,21 @@ def penalise(logits: Tensor, seen: Tensor, presence: Tensor, frequency: Tensor, 
     return logits - frequency * count - presence * (count > 0)
 
 
+def penalise_rows(logits: Tensor, at: Tensor, seen: Tensor, slots: Tensor, penalties: Tensor) -> None:
+    """`penalise` on some rows of logits: float32 [n, vocab], in place.
+
+    at: int64 [m], which rows; slots: int64 [m], their rows in seen: int32 [slots, vocab] and in penalties: float32
+    [slots, 3], which holds presence, frequency, repetition.
+    """
+    if gpu.usable(logits):
+        from kernels.gpu import logits as gpu_logits
+
+        gpu_logits.penalise_rows(logits, at, seen, slots, penalties)
+        return
+    presence, frequency, repetition = penalties[slots].split(1, dim=1)
+    logits[at] = penalise(logits[at], seen[slots], presence, frequency, repetition)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log probabilities of n tokens, each with the k most likely in its place.
@@ -99,6 +153,15 @@ class TokenLogprobs:
     token_ids: Tensor
     logprobs: Tensor
     ranks: Tensor
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, k: int) -> TokenLogprobs:
+    """`token_logprobs` of the log softmax of logits: float32 [n, vocab]."""
+    if gpu.usable(logits):
+        from kernels.gpu import sampler
+
+        return TokenLogprobs(*sampler.token_logprobs(logits, tokens, k))
+    return token_logprobs(torch.log_softmax(logits, dim=-1), tokens, k)
 
 
 def token_logprobs(logprobs: Tensor, tokens: Tensor, k: int) -> TokenLogprobs:

@@ -1,16 +1,25 @@
 """The interface of an attention backend: it owns the layout of the KV cache, writes it and reads it."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.attention.metadata import AttentionMetadata
+from kernels.rms_norm import rms_norm
 from kernels.rotary import apply_rotary
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of each head of q and of k, as Qwen 3 has it. q_weight, k_weight: [head_dim]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
 
 
 class AttentionBackend(ABC):
@@ -117,6 +126,24 @@ class AttentionBackend(ABC):
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         q = self.rotary_write(q, k, v, *rotary, positions, *cache, metadata.slots)
         return self.attend(q, *cache, metadata, scale, window, soft_cap).flatten(1)
+
+    def norm_rotary_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: HeadNorms | None,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """`rotary_write` of q and k with their heads normed, if `norms` are given."""
+        if norms is not None:
+            q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+        return self.rotary_write(q, k, v, cos, sin, positions, k_cache, v_cache, slots)
 
 
 def scale_width(dtype: torch.dtype) -> int:
