@@ -89,7 +89,7 @@ def choose(
 ) -> Tensor:
     """Tokens by each row's parameters: int64 [n].
 
-    logits: float32 [n, vocab], may be changed; rows: int64 [n], where the parameters of each are in temperature: float32
+    logits: float32 [n, vocab], may be changed; rows: int64 [n], where each one's parameters are in temperature: float32
     [R], 0 for the most likely token, and seeds: int64 [R]; positions: int64 [n], of the token to come.
     filters: top_k: int32 [R], top_p and min_p: float32 [R], as in `lowest_kept`; None if no row filters.
     """

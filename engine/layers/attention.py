@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.model_config import ModelConfig
-from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.attention import AttentionBackend, AttentionMetadata, HeadNorms
 
 KVCache = tuple[Tensor, Tensor]
 RotaryTable = tuple[Tensor, Tensor]
@@ -55,6 +55,9 @@ class Attention:
             self.q_norm, self.k_norm = (
                 RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device) for size in sizes
             )
+        self.head_norms = None
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_all_heads:
+            self.head_norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
         self._sizes = (q_size, kv_size, kv_size)
 
     def __call__(
@@ -83,13 +86,15 @@ class Attention:
         q = q.unflatten(-1, (self.num_heads, self.head_dim))  # [tokens, heads, head_dim]
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))  # [tokens, kv_heads, head_dim]
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if not self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         k_cache, v_cache = cache
         if self.rotary is None:
+            if self.head_norms is not None:
+                q, k = self.head_norms(q, k)
             self.backend.write(k, v, k_cache, v_cache, metadata.slots)
         else:
-            q = self.backend.rotary_write(q, k, v, *self.rotary, positions, k_cache, v_cache, metadata.slots)
+            q = self.backend.norm_rotary_write(
+                q, k, v, self.head_norms, *self.rotary, positions, k_cache, v_cache, metadata.slots
+            )
         out = self.backend.attend(q, k_cache, v_cache, metadata, self.scale, self.window, self.soft_cap)
         return self.output(out.flatten(1)), residual
 

@@ -21,6 +21,10 @@ class HeadNorms(NamedTuple):
     k_weight: Tensor
     eps: float
 
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k: [tokens, heads, head_dim], normed."""
+        return rms_norm(q, self.q_weight, self.eps), rms_norm(k, self.k_weight, self.eps)
+
 
 class AttentionBackend(ABC):
     """Chosen before the block pool exists, since it decides which block sizes there can be.
@@ -142,7 +146,7 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """`rotary_write` of q and k with their heads normed, if `norms` are given."""
         if norms is not None:
-            q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+            q, k = norms(q, k)
         return self.rotary_write(q, k, v, cos, sin, positions, k_cache, v_cache, slots)
 
 

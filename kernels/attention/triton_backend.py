@@ -151,7 +151,7 @@ def gathered_attention(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """As `AttentionBackend.attend` on `TritonBackend`'s layout, by torch, sequence by sequence. Waits for the device."""
+    """As `AttentionBackend.attend` on `TritonBackend`'s layout, in torch, sequence by sequence. Waits for the GPU."""
     block_size = k_cache.shape[2]
     starts, lengths = metadata.query_start.tolist(), metadata.seq_lens.tolist()
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -167,8 +167,8 @@ def gathered_attention(
         position = torch.arange(length - (last - first), length, device=q.device)
         before = position[:, None] - torch.arange(length, device=q.device)  # [queries, length]
         seen = (before >= 0) & (before < window) if window else before >= 0
-        heads_first = [x.transpose(0, 1)[None] for x in (q[first:last], k, v)]
-        attended = F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale, enable_gqa=True)
+        queries, k, v = (x.transpose(0, 1)[None] for x in (q[first:last], k, v))  # [1, heads, tokens, head_dim]
+        attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
         out[first:last] = attended[0].transpose(0, 1)
     return out
 
@@ -181,4 +181,5 @@ def _sequence(cache: Tensor, blocks: Tensor, length: int, head_dim: int) -> Tens
     pages = cache.view(torch.uint8)[blocks].flatten(2)  # [blocks, kv_heads, bytes]
     values = pages[..., : block_size * head_dim].unflatten(2, (block_size, head_dim)).view(cache.dtype).float()
     scales = pages[..., block_size * head_dim :].contiguous().view(torch.float32)  # [blocks, kv_heads, block_size]
-    return (values * scales[..., None]).transpose(1, 2).flatten(0, 1)[:length]
+    tokens: Tensor = (values * scales[..., None]).transpose(1, 2)  # [blocks, block_size, kv_heads, head_dim]
+    return tokens.flatten(0, 1)[:length]

@@ -1,11 +1,11 @@
 """Paged attention for batches that mix decodes and prompts: one kernel, tiled over queries, with a split-KV form.
 
-A program takes BLOCK_Q consecutive queries of one sequence with all query heads of one KV head as the rows of one matrix
+A program takes BLOCK_Q consecutive queries of one sequence with all query heads of one KV head as the rows of a matrix
 (so KV is read once a group, and a decode has a tile for the tensor cores), and goes over the keys that they see with
 the online softmax of FlashAttention (Dao et al., 2022). Which sequence a tile belongs to is found by bisection in
 query_start: sequence i owns the tiles from query_start[i] // BLOCK_Q + i on, so the grid depends on padded sizes alone
-and a captured launch fits every step (after vLLM's unified Triton kernel). Where there are few programs, each sequence's
-keys are split among several, and a second kernel merges their parts (Flash-Decoding, Dao et al., 2023).
+and a captured launch fits every step (after vLLM's unified Triton kernel). Where there are few programs, the keys of
+each sequence are split among several, and a second kernel merges their parts (Flash-Decoding, Dao et al., 2023).
 """
 
 import torch

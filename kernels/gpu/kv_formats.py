@@ -1,8 +1,8 @@
 """How a KV cache on a GPU stores numbers: as they are, or in 8 bits with a float32 scale for each token and head.
 
 A page of one block and one KV head holds its values, [block_size, head_dim], then in 8 bits its block_size scales.
-Rounding is that of `kernels.attention.torch_backend`. Triton compiles float8 e4m3 from compute capability 8.9 on; below,
-its bits are made and read by arithmetic on whole numbers.
+Rounding is that of `kernels.attention.torch_backend`. Triton compiles float8 e4m3 from compute capability 8.9 on;
+below, its bits are made and read by arithmetic on whole numbers.
 """
 
 import torch
@@ -18,10 +18,10 @@ _TINY = tl.constexpr(1e-30)
 def kv_format(stored: torch.dtype, capability: tuple[int, int]) -> int:
     """Which of the formats above a cache of this type has."""
     if stored is torch.int8:
-        return INT8.value
+        return int(INT8.value)
     if stored is FP8:
-        return FP8_NATIVE.value if capability >= (8, 9) else FP8_BITS.value
-    return PLAIN.value
+        return int(FP8_NATIVE.value if capability >= (8, 9) else FP8_BITS.value)
+    return int(PLAIN.value)
 
 
 @triton.jit

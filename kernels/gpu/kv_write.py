@@ -74,21 +74,22 @@ def _normed_and_turned(x, weight, eps, cos, sin, position, heads, num_heads, hea
 
 @triton.jit
 def _store_head(cache, scales, first, second, rest, slot, heads, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-                HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr,
-                KV_HEADS: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
-    page = slot // BLOCK_SIZE * KV_HEADS * PAGE
+                HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                HEAD: tl.constexpr, ROW: tl.constexpr, KV_HEADS: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+    """BLOCK, HEAD, ROW: steps in the cache to the next block, head and token."""
+    page = slot // BLOCK_SIZE * BLOCK
     row = slot % BLOCK_SIZE
     inverse = heads
     if FORMAT != PLAIN:
         top = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
         top = tl.maximum(top, tl.max(tl.abs(rest), axis=1))
         inverse = inverse_scale(top, FORMAT)
-        where = scales + (page + heads * PAGE + BLOCK_SIZE * HEAD_DIM) // 4 + row
+        where = scales + (page + heads * HEAD + BLOCK_SIZE * HEAD_DIM) // 4 + row
         tl.store(where, tl.div_rn(top, tl.zeros_like(top) + largest(FORMAT)), mask=heads < KV_HEADS)
-    out = cache + page + row * HEAD_DIM
-    _store_part(out, first, inverse, heads, 0, HALF, HALF_PADDED, KV_HEADS, PAGE, FORMAT)
-    _store_part(out, second, inverse, heads, HALF, HALF, HALF_PADDED, KV_HEADS, PAGE, FORMAT)
-    _store_part(out, rest, inverse, heads, 2 * HALF, HEAD_DIM - 2 * HALF, REST_PADDED, KV_HEADS, PAGE, FORMAT)
+    out = cache + page + row * ROW
+    _store_part(out, first, inverse, heads, 0, HALF, HALF_PADDED, KV_HEADS, HEAD, FORMAT)
+    _store_part(out, second, inverse, heads, HALF, HALF, HALF_PADDED, KV_HEADS, HEAD, FORMAT)
+    _store_part(out, rest, inverse, heads, 2 * HALF, HEAD_DIM - 2 * HALF, REST_PADDED, KV_HEADS, HEAD, FORMAT)
 
 
 @triton.jit
@@ -96,8 +97,8 @@ def _rotary_write_kernel(
     q, k, v, q_weight, k_weight, eps, cos, sin, positions, turned, k_cache, v_cache, k_scales, v_scales, slots,
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr,
-    FORMAT: tl.constexpr, TILE: tl.constexpr,
+    HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -121,11 +122,11 @@ def _rotary_write_kernel(
             first, second, rest = _normed_and_turned(k + token * k_token, k_weight, eps, cos, sin, position, heads,
                 KV_HEADS, k_head, HEAD_DIM, HALF, HALF_PADDED, REST_PADDED)  # fmt: skip
             _store_head(k_cache, k_scales, first, second, rest, slot, heads, HEAD_DIM, HALF, HALF_PADDED, REST_PADDED,
-                BLOCK_SIZE, PAGE, KV_HEADS, FORMAT)  # fmt: skip
+                BLOCK_SIZE, BLOCK, HEAD, ROW, KV_HEADS, FORMAT)  # fmt: skip
             first, second, rest = _load_head(v + token * v_token, heads, KV_HEADS, v_head, HEAD_DIM, HALF, HALF_PADDED,
                 REST_PADDED)  # fmt: skip
             _store_head(v_cache, v_scales, first, second, rest, slot, heads, HEAD_DIM, HALF, HALF_PADDED, REST_PADDED,
-                BLOCK_SIZE, PAGE, KV_HEADS, FORMAT)  # fmt: skip
+                BLOCK_SIZE, BLOCK, HEAD, ROW, KV_HEADS, FORMAT)  # fmt: skip
 
 
 def rotary_write(
@@ -146,7 +147,8 @@ def rotary_write(
     """q: [tokens, heads, head_dim], k, v: [tokens, kv_heads, head_dim] -> q normed and turned; k likewise and v stored.
 
     q_weight, k_weight: [head_dim], of the RMSNorm of each head; None: no norm.
-    k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim, in 8 bits and 4]; kv_format: `kv_formats`.
+    k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim], in 8 bits head_dim + 4 and contiguous, with the
+    same strides; kv_format: of `kv_formats`.
     """
     turned = torch.empty_like(q, memory_format=torch.contiguous_format)
     _launch(q, k, v, q_weight, k_weight, eps, cos, sin, positions, turned, k_cache, v_cache, slots, kv_format)
@@ -179,9 +181,11 @@ def _launch(
         return
     heads = 0 if q is None else q.shape[1]
     half = head_dim // 2 if cos is None else cos.shape[-1]
-    block_size, width = k_cache.shape[2:]
+    block_size = k_cache.shape[2]
+    block, head, row, _ = k_cache.stride()
     k_scales = v_scales = None
     if kv_format != PLAIN.value:
+        row = head_dim
         k_scales, v_scales = k_cache.view(torch.float32), v_cache.view(torch.float32)
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     strides = [x.stride(i) if x is not None else 0 for x in (q, k, v) for i in (0, 1)]
@@ -191,5 +195,5 @@ def _launch(
         *strides,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
         REST_PADDED=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_SIZE=block_size,
-        PAGE=block_size * width, FORMAT=kv_format, TILE=_TILE, num_warps=2 if head_dim <= 128 else 4,
+        BLOCK=block, HEAD=head, ROW=row, FORMAT=kv_format, TILE=_TILE, num_warps=2 if head_dim <= 128 else 4,
     )  # fmt: skip

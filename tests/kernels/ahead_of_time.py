@@ -8,15 +8,23 @@ import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from kernels.attention import AttentionMetadata, HeadNorms
+from kernels.attention.backend import FP8
+from kernels.attention.triton_backend import TritonBackend
+from kernels.gpu import Gpu, activation, logits, norm, sampler
+from kernels.gpu.attention_tiles import SHARED_MEMORY
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
 
@@ -28,7 +36,8 @@ class Compiled:
     registers: int
     stack: int
     shared: int
-    ptx: str
+    tensor_cores: bool
+    async_copies: bool
 
 
 class _Driver:
@@ -70,4 +79,123 @@ def _read(kernel: Any) -> Compiled:
         file.flush()
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack, static = (int(re.search(rf"{word}:(\d+)", said)[1]) for word in ("REG", "STACK", "SHARED"))
-    return Compiled(kernel.metadata.name, registers, stack, static + kernel.metadata.shared, kernel.asm["ptx"])
+    ptx = kernel.asm["ptx"]
+    return Compiled(
+        name=kernel.metadata.name,
+        registers=registers,
+        stack=stack,
+        shared=static + kernel.metadata.shared,
+        tensor_cores="mma" in ptx,
+        async_copies="cp.async" in ptx,
+    )
+
+
+def shared_memory(capability: tuple[int, int]) -> int:
+    return SHARED_MEMORY[capability[0] * 10 + capability[1]]
+
+
+KERNELS = {
+    "_norm_kernel",
+    "_gated_kernel",
+    "_bitmask_kernel",
+    "_penalise_kernel",
+    "_rotary_write_kernel",
+    "_attention_kernel",
+    "_merge_kernel",
+    "_threshold_kernel",
+    "_chunk_kernel",
+    "_draw_kernel",
+    "_logprob_kernel",
+}
+
+
+def compile_all(capability: tuple[int, int]) -> dict[str, list[Compiled]]:
+    """Case -> what it launches."""
+    done = {}
+    for case, launch in _cases(capability).items():
+        with compiled_launches(capability) as found:
+            launch()
+        done[case] = found
+    return done
+
+
+def _cases(capability: tuple[int, int]) -> dict[str, Callable[[], object]]:
+    """Each case's launches. Prompts run in Triton on cards with tensor cores that it can use."""
+    dtype = BF16 if capability >= (8, 0) else FP16
+    cases: dict[str, Callable[[], object]] = {
+        "norm": lambda: norm.add_rms_norm(*(torch.zeros(4, 4096, dtype=dtype),) * 2, torch.zeros(4096, dtype=dtype), 1),
+        "head norm": lambda: norm.rms_norm(torch.zeros(4, 8, 128, dtype=dtype), torch.zeros(128, dtype=dtype), 1.0),
+        "silu": lambda: activation.silu_and_mul(torch.zeros(4, 6144, dtype=dtype)),
+        "bitmask": lambda: logits.apply_bitmask(
+            torch.zeros(2, 151_936), torch.zeros(2, 4748, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        ),
+        "penalties": _penalise,
+        "sampler": _sample,
+        "write": lambda: _write(capability, dtype, None),
+        "write int8": lambda: _write(capability, dtype, torch.int8),
+        "write fp8": lambda: _write(capability, dtype, FP8),
+        "decode": lambda: _attend(capability, dtype, None, 16, 8, 128, 256, 1, 1024),
+        "decode int8 split": lambda: _attend(capability, dtype, torch.int8, 32, 4, 128, 8, 1, 8192),
+        "decode fp8": lambda: _attend(capability, dtype, FP8, 32, 4, 128, 256, 1, 1024),
+        "decode 256": lambda: _attend(capability, dtype, None, 8, 4, 256, 256, 1, 1024),
+    }
+    if capability >= (8, 0):
+        cases |= {
+            "prompt": lambda: _attend(capability, dtype, None, 16, 8, 128, 4, 512, 1024),
+            "prompt fp8": lambda: _attend(capability, dtype, FP8, 16, 8, 128, 4, 512, 1024),
+            "prompt 256 window cap": lambda: _attend(capability, dtype, None, 8, 4, 256, 4, 512, 1024, 512, 50.0),
+            "prompt float32": lambda: _attend(capability, FP32, None, 16, 8, 64, 4, 512, 1024),
+            "few": lambda: _attend(capability, dtype, None, 16, 8, 128, 256, 4, 1024),
+        }
+    return cases
+
+
+def _penalise() -> None:
+    seen = torch.zeros(2, 151_936, dtype=torch.int32)
+    ids = torch.zeros(2, dtype=torch.int64)
+    logits.penalise_rows(torch.zeros(2, 151_936), ids, seen, ids, torch.zeros(2, 3))
+
+
+def _sample() -> None:
+    values, rows = torch.zeros(8, 151_936), torch.arange(8)
+    numbers = torch.ones(8)
+    sampler.argmax(values)
+    sampler.choose(values, rows, numbers, rows, rows, None)
+    sampler.choose(values, rows, numbers, rows, rows, (rows.int(), numbers, numbers))
+    sampler.token_logprobs(values, rows, 5)
+
+
+def _write(capability: tuple[int, int], dtype: torch.dtype, stored: torch.dtype | None) -> None:
+    backend = TritonBackend(gpu=Gpu(capability, 100), kv_dtype=stored)
+    q, k, v = torch.zeros(8, 32, 128, dtype=dtype).split((16, 8, 8), dim=1)
+    caches = backend.kv_cache(4, 16, 8, 128, dtype, "cpu")
+    weight, ids, table = torch.ones(128, dtype=dtype), torch.arange(8), torch.ones(8, 64)
+    backend.norm_rotary_write(q, k, v, HeadNorms(weight, weight, 1e-6), table, table, ids, *caches, ids)
+
+
+def _attend(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    sequences: int,
+    queries: int,
+    length: int,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> None:
+    backend = TritonBackend(gpu=Gpu(capability, 100), kv_dtype=stored)
+    tokens = sequences * queries
+    metadata = AttentionMetadata(
+        query_start=torch.arange(sequences + 1, dtype=torch.int32) * queries,
+        seq_lens=torch.full((sequences,), length, dtype=torch.int32),
+        block_tables=torch.zeros(sequences, length // 16, dtype=torch.int32),
+        rows=torch.arange(sequences, dtype=torch.int32),
+        slots=torch.zeros(tokens, dtype=torch.int64),
+        max_query_len=queries,
+        max_seq_len=length,
+    )
+    caches = backend.kv_cache(4, 16, kv_heads, head_dim, dtype, "cpu")
+    backend.attend(torch.zeros(tokens, heads, head_dim, dtype=dtype), *caches, metadata, 1.0, window, soft_cap)

@@ -28,8 +28,9 @@ class TritonByReference(TritonBackend):
         blocks, kv_heads, block_size, width = k_cache.shape
         head_dim = k.shape[-1]
         for new, cache in ((k, k_cache), (v, v_cache)):
-            pages = torch.zeros(blocks, block_size, kv_heads, width, dtype=torch.uint8).view(cache.dtype) \
-                if cache.itemsize == 1 else torch.zeros(blocks, block_size, kv_heads, width, dtype=cache.dtype)  # fmt: skip
+            pages = torch.zeros(blocks, block_size, kv_heads, width * cache.itemsize, dtype=torch.uint8).view(
+                cache.dtype
+            )
             plain.write(new, new, pages, pages.clone(), slots)
             for slot in slots[slots >= 0].tolist():
                 block, row = divmod(slot, block_size)

@@ -42,14 +42,16 @@ def test_rms_norm_takes_heads_of_a_fused_projection_and_no_rows():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("n", [64, 1030])
-def test_silu_and_mul(n, dtype):
+def test_silu_and_gelu_times_up(n, dtype):
     x = (torch.randn(3, 2 * n) * 5).to(dtype)
     close(gpu_activation.silu_and_mul(x), activation.reference(x))
+    close(gpu_activation.gelu_and_mul(x), activation.gelu_reference(x))
 
 
 def test_silu_of_extreme_values_is_finite():
     x = torch.tensor([[-1e30, -200.0, 0.0, 1e30, 1.0, 1.0, 1.0, 1.0]])
     assert torch.equal(gpu_activation.silu_and_mul(x), activation.reference(x))
+    assert gpu_activation.gelu_and_mul(x.clamp(-1e9, 1e9)).isfinite().all()
 
 
 @pytest.mark.parametrize("vocab", [31, 4100])
