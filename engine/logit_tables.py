@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.step import NewBias, NewPenalties
-from kernels.sampler import penalise_rows
+from kernels.sampler import penalise
 
 
 class LogitTables:
@@ -46,7 +46,8 @@ class LogitTables:
 
     def penalise(self, logits: Tensor, at: Tensor, slots: Tensor) -> None:
         """As `add_bias`."""
-        penalise_rows(logits, at, self.seen, slots, self.penalties)
+        presence, frequency, repetition = self.penalties[slots].split(1, dim=1)
+        logits[at] = penalise(logits[at], self.seen[slots], presence, frequency, repetition)
 
     def count(self, tokens: Tensor, slots: Tensor) -> None:
         """Note the tokens [n] that the holders of `slots` [n] have just said."""

@@ -116,16 +116,16 @@ def _attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr,
     FORMAT: tl.constexpr, DECODE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     heads: tl.constexpr = KV_HEADS * GROUP
     row = tl.arange(0, BLOCK_M)
     at = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + row % GROUP
     in_tile = row < BLOCK_Q * GROUP
     used = tl.load(query_start + num_seqs)
-    if SPLITS == 1 and (tile + 1) * BLOCK_Q > used:
+    if not SPLIT and (tile + 1) * BLOCK_Q > used:
         # Tokens that belong to no sequence get zeros from the program of their place.
         token = tile * BLOCK_Q + row // GROUP
         where = out + (token.to(tl.int64) * heads + head)[:, None] * HEAD_DIM + at[None, :]
@@ -160,8 +160,8 @@ def _attention_kernel(
     if WINDOW:
         first_key = tl.maximum(low - window + 1, 0) // BLOCK_N * BLOCK_N
     last_key = end
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(end - first_key, BLOCK_N), SPLITS) * BLOCK_N
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end - first_key, BLOCK_N), splits) * BLOCK_N
         first_key += split * share
         last_key = tl.minimum(first_key + share, end)
 
@@ -183,11 +183,11 @@ def _attention_kernel(
             HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, PAGE, FORMAT, WINDOW, SOFT_CAP, DOT, PRECISION)  # fmt: skip
 
     place = token * heads + head
-    if SPLITS == 1:
+    if not SPLIT:
         result = weighted / total[:, None]
         tl.store(out + place[:, None] * HEAD_DIM + at[None, :], result, mask=q_inside)
     else:
-        place = place * SPLITS + split
+        place = place * splits + split
         tl.store(part_values + place[:, None] * HEAD_DIM + at[None, :], weighted, mask=q_inside)
         tl.store(part_stats + place * 2, total, mask=live)
         tl.store(part_stats + place * 2 + 1, highest, mask=live)
@@ -254,7 +254,7 @@ def attention(
         metadata.block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q, BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n, BLOCK_SIZE=block_size, PAGE=block_size * width, FORMAT=kv_format, DECODE=tiles.decode,
-        WINDOW=window > 0, SOFT_CAP=soft_cap > 0, DOT=tiles.dot, PRECISION=tiles.precision, SPLITS=splits,
+        WINDOW=window > 0, SOFT_CAP=soft_cap > 0, DOT=tiles.dot, PRECISION=tiles.precision, SPLIT=splits > 1,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if values is not None:

@@ -15,7 +15,7 @@ SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448,
 """Bytes of shared memory that one block may have, by compute capability."""
 
 MAX_SPLITS = 32
-_SPLIT_KEYS = 256  # keys that are worth a program of their own
+_SPLIT_KEYS = 128  # keys that are worth a program of their own
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,11 @@ def test_the_model_runner_needs_no_ray_and_no_gguf() -> None:
     assert loaded_after("import engine.model_runner, engine.llm", "ray", "gguf", "starlette") == []
 
 
+def test_triton_waits_for_a_tensor_on_a_gpu() -> None:
+    modules = "attention, sampler, rms_norm, rotary, activation, bitmask"
+    assert loaded_after(f"from kernels import {modules}", "triton", "flash_attn", "flash_attn_interface") == []
+
+
 def test_the_arrows_point_from_app_to_engine_to_kernels() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -30,13 +30,16 @@ CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one card. shared: bytes a block takes, static and dynamic. stack: bytes a thread spills to."""
+    """One kernel for one card. shared: bytes a block takes, static and dynamic. stack: bytes a thread spills to.
+
+    tensor_cores: the instruction that uses them, wgmma of cc 9.0, tcgen05 of 10.0 or mma, or none.
+    """
 
     name: str
     registers: int
     stack: int
     shared: int
-    tensor_cores: bool
+    tensor_cores: str
     async_copies: bool
 
 
@@ -85,7 +88,7 @@ def _read(kernel: Any) -> Compiled:
         registers=registers,
         stack=stack,
         shared=static + kernel.metadata.shared,
-        tensor_cores="mma" in ptx,
+        tensor_cores=next((name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in ptx), ""),
         async_copies="cp.async" in ptx,
     )
 

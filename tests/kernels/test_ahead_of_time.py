@@ -39,6 +39,8 @@ def test_attention_uses_tensor_cores_and_asynchronous_copies(compiled, capabilit
     assert attention
     assert all(k.tensor_cores for k in attention)
     assert all(k.async_copies for k in attention)
+    newest = {(9, 0): "wgmma", (10, 0): "tcgen05.mma"}.get(capability, "mma.sync")
+    assert [k.tensor_cores for k in cases["prompt"]] == [newest]
 
 
 def test_cards_without_tensor_cores_for_triton_get_decodes_alone(compiled):

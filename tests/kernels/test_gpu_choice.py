@@ -101,6 +101,6 @@ def test_splits_fill_the_card_and_no_more():
     h200 = Gpu((9, 0), 132)
     assert choose_splits(h200, 256 * 8, 800) == 1  # enough programs already
     assert choose_splits(h200, 8, 200) == 1  # too short to share
-    assert choose_splits(h200, 8, 2048) == 8  # 256 keys each
+    assert choose_splits(h200, 8, 2048) == 16  # 128 keys each
     assert choose_splits(h200, 8, 100_000) == MAX_SPLITS
     assert choose_splits(h200, 64, 100_000) == 8  # 512 programs for 132 multiprocessors

@@ -1,6 +1,17 @@
 import torch
 
-from kernels.sampler import draw, lowest_kept, penalise, philox, token_logprobs, uniform
+from kernels.sampler import (
+    argmax,
+    choose,
+    draw,
+    logprobs_of,
+    lowest_kept,
+    penalise,
+    penalise_rows,
+    philox,
+    token_logprobs,
+    uniform,
+)
 
 
 def keep(
@@ -125,3 +136,34 @@ def test_logprobs_name_the_token_and_the_most_likely_ones() -> None:
     none = token_logprobs(logprobs, torch.tensor([1, 0]), 0)
     assert none.token_ids.tolist() == [[1], [0]]
     assert token_logprobs(logprobs, torch.tensor([1, 0]), 20).token_ids.shape == (2, 5)
+
+
+def test_choose_takes_each_rows_parameters_from_where_they_are() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    rows, positions = torch.tensor([4, 0, 2]), torch.tensor([10, 11, 12])
+    temperature, seeds = torch.tensor([0.0, 9.0, 0.7, 9.0, 1.3]), torch.arange(5)
+    top_k, top_p, min_p = torch.tensor([0, 1, 3, 1, 0]), torch.tensor([1.0, 0.1, 1.0, 0.1, 0.8]), torch.zeros(5)
+    scaled = logits / torch.tensor([1.3, 1.0, 0.7])[:, None]
+    plain = draw(scaled, uniform(rows, positions))
+    assert choose(logits.clone(), rows, temperature, seeds, positions).tolist() == [
+        plain[0], logits[1].argmax(), plain[2],
+    ]  # fmt: skip
+    kept = scaled.masked_fill(scaled < lowest_kept(scaled, top_k[rows], top_p[rows], min_p[rows]), -torch.inf)
+    filtered = draw(kept, uniform(rows, positions))
+    got = choose(logits.clone(), rows, temperature, seeds, positions, (top_k, top_p, min_p))
+    assert got.tolist() == [filtered[0], logits[1].argmax(), filtered[2]]
+    assert argmax(logits).tolist() == logits.argmax(-1).tolist()
+
+
+def test_penalties_by_row_and_log_probabilities_of_logits() -> None:
+    logits, seen = torch.randn(4, 20), torch.randint(0, 4, (2, 20), dtype=torch.int32)
+    penalties = torch.tensor([[0.5, 0.1, 1.2], [-0.5, 0.0, 1.0]])
+    changed = logits.clone()
+    penalise_rows(changed, torch.tensor([3, 1]), seen, torch.tensor([1, 0]), penalties)
+    for row, slot in ((3, 1), (1, 0)):
+        alone = penalise(logits[row : row + 1], seen[slot : slot + 1], *penalties[slot, :, None, None])
+        assert torch.equal(changed[row], alone[0])
+    assert torch.equal(changed[[0, 2]], logits[[0, 2]])
+    got, expected = logprobs_of(logits, torch.arange(4), 3), token_logprobs(logits.log_softmax(-1), torch.arange(4), 3)
+    assert torch.equal(got.logprobs, expected.logprobs)
+    assert torch.equal(got.token_ids, expected.token_ids)
