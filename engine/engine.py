@@ -180,6 +180,8 @@ class Engine:
         output_ids: Sequence[int] = (),
         *,
         priority: int = 0,
+        tenant: str = "",
+        is_batch: bool = False,
         block_hashes: list[bytes] | None = None,
         cache_salt: str | None = None,
     ) -> None:
@@ -187,7 +189,9 @@ class Engine:
 
         output_ids: tokens that it has produced elsewhere; it goes on after them as if it had produced them here. The
             prompt's log probabilities came with the first of them and are not computed again.
-        priority: lower is served earlier.
+        priority: lower is served earlier, among the requests of one tenant.
+        tenant: whose request it is; tenants get equal shares of what they compete for.
+        is_batch: run it only where no other request wants to.
         block_hashes: `engine.block_hash.block_hashes` of the prompt, if the caller has them.
         max_tokens is clamped to what the context leaves. Raises as `check` does.
         """
@@ -209,6 +213,8 @@ class Engine:
                 limit=self._limit(len(prompt_ids), params),
                 stop_ids=self._stop_ids(params),
                 priority=priority,
+                tenant=tenant,
+                is_batch=is_batch,
                 salt=cache_salt,
                 matcher=matcher,
                 hashes=None if block_hashes is None else block_hashes[: len(prompt_ids) // self.info.block_size],
@@ -318,6 +324,8 @@ class Engine:
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting.num_tokens,
+            queue_age_s=scheduler.waiting.longest_wait_s(),
             total_blocks=blocks.num_blocks,
             live_blocks=blocks.num_live,
             cached_blocks=blocks.num_cached,

@@ -65,10 +65,16 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges and counters since start. Blocks: live + cached + free = total."""
+    """Gauges and counters since start. Blocks: live + cached + free = total.
+
+    waiting_tokens: to compute of the requests that wait, if the prefix cache has nothing of them. queue_age_s: how long
+        the first of them has waited, when the statistics were taken.
+    """
 
     num_running: int
     num_waiting: int
+    waiting_tokens: int
+    queue_age_s: float
     total_blocks: int
     live_blocks: int
     cached_blocks: int

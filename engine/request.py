@@ -23,7 +23,10 @@ class Request:
     """What the scheduler knows of a request.
 
     token_ids: prompt and output while the request waits; while it runs, its row of the batch holds them.
-    rank, arrival: its place in the order of service, lower is earlier.
+    tenant: whose request it is; tenants share the engine fairly.
+    is_batch: whether it only uses what nobody else wants.
+    rank, arrival: its place in the order of service among its tenant's, lower is earlier; the last of all by rank is
+        the first to be preempted.
     limit: tokens (prompt and output) at which it ends by length.
     stop_ids: token ids that end it.
     prompt_logprobs: the prompt's log probabilities as far as they have come; None when none are to come.
@@ -42,6 +45,7 @@ class Request:
         "blocks",
         "has_extras",
         "hashes",
+        "is_batch",
         "limit",
         "matcher",
         "needs_last_token",
@@ -57,6 +61,7 @@ class Request:
         "seed",
         "status",
         "stop_ids",
+        "tenant",
         "token_ids",
     )
 
@@ -71,6 +76,8 @@ class Request:
         limit: int,
         stop_ids: tuple[int, ...],
         priority: int = 0,
+        tenant: str = "",
+        is_batch: bool = False,
         salt: str | None = None,
         hashes: list[bytes] | None = None,
         matcher: Matcher | None = None,
@@ -83,6 +90,8 @@ class Request:
         self.limit = limit
         self.stop_ids = stop_ids
         self.priority = priority
+        self.tenant = tenant
+        self.is_batch = is_batch
         self.salt = salt
         self.arrival = 0
         self.rank = 0.0

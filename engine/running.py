@@ -11,6 +11,7 @@ from engine.step import Ints
 
 class Running:
     """requests: in order of admission. order: their rows; None when the list has changed since `rows` was called.
+    num_batch: how many of them are of the batch class.
 
     What changes goes into `plans`, for the next plan to carry.
     """
@@ -18,6 +19,7 @@ class Running:
     def __init__(self, batch: Batch, blocks: BlockManager, plans: PlanBuilder) -> None:
         self.requests: list[Request] = []
         self.order: Ints | None = None
+        self.num_batch = 0
         self._batch = batch
         self._blocks = blocks
         self._plans = plans
@@ -38,6 +40,7 @@ class Running:
         for block in hits:
             self._hold(request, block)
         self.requests.append(request)
+        self.num_batch += request.is_batch
         self.order = None
 
     def fill(self, request: Request, num_blocks: int) -> bool:
@@ -56,6 +59,7 @@ class Running:
     def stop(self, request: Request) -> None:
         """It computes nothing more, but keeps its row and blocks until `release`: a step in flight may name them."""
         self.requests.remove(request)
+        self.num_batch -= request.is_batch
         self.order = None
         self._batch.alive[request.row] = False
 

@@ -1,10 +1,11 @@
 """Which requests get how many tokens this step.
 
 There is one kind of step. A request knows `num_tokens` and has computed `num_computed` of them; a step gives it some
-of the difference, under one budget. Running requests come first, those that need one token (decodes) before those
-that need more (prompts, in chunks); then waiting requests are admitted while blocks, rows and budget last. When
-blocks run out, the request that is last in the order of service is preempted: it gives all its blocks back and waits,
-and what it had is found again in the prefix cache or recomputed.
+of the difference, under one budget. Running requests come first, those that need one token (decodes) before those that
+need more (prompts, in chunks); then waiting requests are admitted while blocks, rows and budget last. When blocks run
+out, the request that is last in the order of service is preempted: it gives all its blocks back and waits, and what it
+had is found again in the prefix cache or recomputed. A request of the batch class gives its place up for any other
+that waits.
 
 A step may be planned while others are in flight (planned, not committed): a sampled token that is not known yet is
 planned for as PENDING. What ended meanwhile keeps its row and blocks until the last step that names it is settled.
@@ -23,6 +24,7 @@ import numpy as np
 
 from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
+from engine.fair_queue import Entry
 from engine.logprobs import hand_out
 from engine.outputs import Finished, FinishReason, StepOutput
 from engine.plan_builder import PlanBuilder
@@ -30,7 +32,7 @@ from engine.request import Request, Status
 from engine.running import Running
 from engine.step import Ints, StepPlan, StepResult
 from engine.streak import Streaks
-from engine.waiting import Entry, WaitingQueue
+from engine.waiting import WaitingQueue
 
 MAX_SKIPPED = 16
 """Waiting requests passed over in one step because their next block is being computed by another."""
@@ -59,8 +61,7 @@ class Scheduler:
         self.batch = Batch(self.max_num_seqs, max_total_tokens, block_size)
         self._plans = PlanBuilder(self.batch)
         self.requests: dict[str, Request] = {}
-        self._clock = clock
-        self._waiting = WaitingQueue()
+        self.waiting = WaitingQueue(clock)
         self._running = Running(self.batch, self.blocks, self._plans)
         self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
         self._streaks = Streaks(self.batch)
@@ -77,7 +78,7 @@ class Scheduler:
         if self.blocks.enable_prefix_caching:
             request.extend_hashes(request.token_ids, self.block_size, len(request.token_ids) // self.block_size)
         self.requests[request.request_id] = request
-        self._waiting.arrive(request, self._clock())
+        self.waiting.arrive(request)
 
     def abort(self, request_id: str) -> Finished | None:
         """End a request wherever it is; None if there is no such request (any more)."""
@@ -98,13 +99,13 @@ class Scheduler:
         num_known = len(request.token_ids)
         if request.status is Status.RUNNING:
             num_known = int(self.batch.num_known[request.row])
-            self._running.stop(request)
+            self._stop(request)
             if self.batch.in_flight[request.row]:
                 self._ending.append(request)
             else:
                 self._running.release(request)
         else:
-            self._waiting.left()
+            self.waiting.remove(request)
         request.status = Status.FINISHED
         return Finished(
             request_id=request_id,
@@ -122,7 +123,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def is_prefilling(self) -> bool:
@@ -160,8 +161,16 @@ class Scheduler:
         if self.num_preemptions > preemptions:
             rows, counts = rows[batch.alive[rows]], counts[batch.alive[rows]]
         # What was just preempted would only come back to be preempted again.
-        elif self._waiting and budget > 0 and batch.num_free_rows:
-            rows, counts = self._admit(rows, computed, counts, budget)
+        elif self.waiting:
+            if self._running.num_batch and self._ordinary_is_held_up(budget):
+                if self._in_flight:
+                    return None
+                self._preempt()
+                alive = batch.alive[rows]
+                rows, computed, counts = rows[alive], computed[alive], counts[alive]
+                budget = self.budget - int(counts.sum())
+            if budget > 0 and batch.num_free_rows:
+                rows, counts = self._admit(rows, computed, counts, budget)
         if not counts.all():
             rows, counts = rows[counts > 0], counts[counts > 0]
         if not len(rows):
@@ -253,11 +262,11 @@ class Scheduler:
     def _quiet_plan(self) -> StepPlan | None:
         streaks = self._streaks
         if streaks.current is None:
-            if self._in_flight or self._waiting or not streaks.may_begin(self._running.order):
+            if self._in_flight or self.waiting or not streaks.may_begin(self._running.order):
                 return None
             return streaks.begin()
         # A newcomer must be looked at, and one plan of a streak is out at a time.
-        plan = None if self._waiting or streaks.current.plan is not None else streaks.current.next()
+        plan = None if self.waiting or streaks.current.plan is not None else streaks.current.next()
         if plan is None:
             self._end_streak()
         return plan
@@ -308,28 +317,45 @@ class Scheduler:
             while request.status is Status.RUNNING and not self._running.fill(request, num_blocks):
                 if self._in_flight:
                     return False
-                self._start_again(self._running.last_in_service())
-                self.num_preemptions += 1
+                self._preempt()
         return True
+
+    def _preempt(self) -> None:
+        self._start_again(self._running.last_in_service())
+        self.num_preemptions += 1
+
+    def _ordinary_is_held_up(self, budget: int) -> bool:
+        """Whether a request waits that would run if one of the batch class did not."""
+        request = self.waiting.first_ordinary()
+        if request is None:
+            return False
+        if budget <= 0 or not self.batch.num_free_rows:
+            return True
+        hits = [] if request.prompt_logprobs is not None else self.blocks.lookup(request.hashes)
+        return not self._fits(len(request.token_ids), hits)
+
+    def _stop(self, request: Request) -> None:
+        self.waiting.charge_output(request, int(self.batch.num_known[request.row]) - len(request.token_ids))
+        self._running.stop(request)
 
     def _start_again(self, request: Request) -> None:
         """Take everything from a running request but its tokens, and let it wait."""
-        self._running.stop(request)
+        self._stop(request)
         self._running.release(request)
         request.forget_scores()
-        self._waiting.push(request)
+        self.waiting.push(request)
 
     def _admit(self, rows: Ints, computed: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints]:
         """Start waiting requests beside the running `rows`; returns rows and counts with theirs."""
         new_rows, new_counts = [], []
         computing = self._running.being_computed(rows, computed, computed + counts)
         computing.update(*(digests for _, digests in self._in_flight))
-        skipped: list[Entry] = []
+        skipped: list[Entry[Request]] = []
         while self.batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
-            entry = self._waiting.pop()
+            entry = self.waiting.pop()
             if entry is None:
                 break
-            request = entry[2]
+            request = entry.item
             scored = request.prompt_logprobs is not None  # so each of its tokens must be computed
             hits = [] if scored else self.blocks.lookup(request.hashes)
             if not scored and len(hits) < len(request.hashes) and request.hashes[len(hits)] in computing:
@@ -349,7 +375,7 @@ class Scheduler:
             self._running.fill(request, -(-(start + count) // self.block_size))
             computing.update(request.hashes[len(hits) : (start + count) // self.block_size])
         for entry in skipped:
-            self._waiting.put_back(entry)
+            self.waiting.put_back(entry)
         if not new_rows:
             return rows, counts
         return (
@@ -366,7 +392,6 @@ class Scheduler:
         return needed + len(self._running) <= self.blocks.num_available
 
     def _start(self, request: Request, hits: list[int], reused: int, start: int) -> None:
-        self._waiting.left()
         self._running.start(request, hits, reused, start)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(reused, request.num_prompt)

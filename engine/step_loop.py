@@ -54,6 +54,8 @@ class StepLoop:
         output_ids: Sequence[int] = (),
         *,
         priority: int = 0,
+        tenant: str = "",
+        is_batch: bool = False,
         block_hashes: list[bytes] | None = None,
         cache_salt: str | None = None,
     ) -> None:
@@ -72,6 +74,8 @@ class StepLoop:
                     params,
                     output_ids,
                     priority=priority,
+                    tenant=tenant,
+                    is_batch=is_batch,
                     block_hashes=block_hashes,
                     cache_salt=cache_salt,
                 )

@@ -1,54 +1,92 @@
 """The requests that wait, in the order of service.
 
-First come, first served, with a head start of PRIORITY_S a level of priority. So a request that has waited long enough
-is ahead of every newcomer, whatever its priority: none starves.
+Tenants share by tokens (`engine.fair_queue`). A tenant's own requests go first come, first served, with a head start
+of PRIORITY_S a level of priority: one that has waited long enough is ahead of every newcomer, whatever its priority,
+so none starves. Requests of the batch class come after all others: they get what nobody else wants.
+
+What the statistics tell is kept as requests come and go, so that reading it costs nothing.
 """
 
-import heapq
+from collections import deque
+from collections.abc import Callable
 
+from engine.fair_queue import Entry, FairQueue
 from engine.request import Request, Status
 
 PRIORITY_S = 60.0
 """Seconds of waiting that one level of priority is worth."""
 
-Entry = tuple[float, int, Request]
-"""Rank and arrival, by which they are ordered, and the request."""
+OUTPUT_WEIGHT = 2.0
+"""What a token of output counts against one of a prompt: it takes a step of its own."""
+
+_BATCH_RANK_S = 1e12
+"""Puts the batch class behind all others, so that it is preempted first."""
 
 
 class WaitingQueue:
-    """Length and truth count the requests that still wait; those ended since stay in the heap until they are met."""
+    """num_tokens: to compute of all that wait, if nothing of them is found in the prefix cache."""
 
-    def __init__(self) -> None:
-        self._heap: list[Entry] = []
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ordinary: FairQueue[Request] = FairQueue()
+        self._batch: FairQueue[Request] = FairQueue()
+        self._since: deque[tuple[float, Request]] = deque()  # in the order of coming; those that left stay until met
         self._arrivals = 0
         self._num = 0
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return self._num
 
-    def arrive(self, request: Request, now: float) -> None:
+    def arrive(self, request: Request) -> None:
         """Give a new request its place, for life, and let it wait there."""
         self._arrivals += 1
         request.arrival = self._arrivals
-        request.rank = now + PRIORITY_S * request.priority
+        request.rank = self._clock() + PRIORITY_S * request.priority + (_BATCH_RANK_S if request.is_batch else 0.0)
         self.push(request)
 
     def push(self, request: Request) -> None:
         request.status = Status.WAITING
-        heapq.heappush(self._heap, (request.rank, request.arrival, request))
-        self._num += 1
+        # Who was served already and gave its place up is not charged again.
+        cost = len(request.token_ids) if request.num_cached_tokens is None else 0
+        self._lane(request).push(request, request.tenant, request.rank, cost)
+        self._count(request, 1)
+        self._since.append((self._clock(), request))
 
-    def left(self) -> None:
-        """One of them is about to run, or has ended."""
-        self._num -= 1
+    def pop(self) -> Entry[Request] | None:
+        """Take out the next to be served, charged to its tenant; `put_back` undoes it."""
+        entry = self._ordinary.pop_entry() or self._batch.pop_entry()
+        if entry is not None:
+            self._count(entry.item, -1)
+        return entry
 
-    def pop(self) -> Entry | None:
-        """Take out the first; it counts until `left`, or is put back."""
-        while self._heap:
-            entry = heapq.heappop(self._heap)
-            if entry[2].status is Status.WAITING:
-                return entry
-        return None
+    def put_back(self, entry: Entry[Request]) -> None:
+        self._lane(entry.item).put_back(entry)
+        self._count(entry.item, 1)
 
-    def put_back(self, entry: Entry) -> None:
-        heapq.heappush(self._heap, entry)
+    def remove(self, request: Request) -> None:
+        """It has ended before it ran."""
+        if self._lane(request).remove(request):
+            self._count(request, -1)
+
+    def first_ordinary(self) -> Request | None:
+        """The next to be served that is not of the batch class."""
+        return self._ordinary.peek()
+
+    def charge_output(self, request: Request, num_tokens: int) -> None:
+        """Count what a request has been given since it was admitted."""
+        self._lane(request).charge(request.tenant, OUTPUT_WEIGHT * num_tokens)
+
+    def longest_wait_s(self) -> float:
+        """Seconds that the first of those waiting has waited; 0 if none does."""
+        since = self._since
+        while since and since[0][1] not in self._lane(since[0][1]):
+            since.popleft()
+        return self._clock() - since[0][0] if since else 0.0
+
+    def _lane(self, request: Request) -> FairQueue[Request]:
+        return self._batch if request.is_batch else self._ordinary
+
+    def _count(self, request: Request, sign: int) -> None:
+        self._num += sign
+        self.num_tokens += sign * len(request.token_ids)

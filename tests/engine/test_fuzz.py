@@ -54,6 +54,8 @@ class Lives(RuleBasedStateMachine):
         resumed_after=st.integers(0, 5),
         stop_after=st.none() | st.integers(1, 8),
         priority=st.integers(-1, 1),
+        tenant=st.sampled_from(["a", "a", "b"]),
+        is_batch=st.booleans(),
         salt=st.sampled_from([None, None, "salt"]),
         extras=st.sampled_from([None, None, None, "scored", "scored only", "needs its last token"]),
     )
@@ -66,6 +68,8 @@ class Lives(RuleBasedStateMachine):
         resumed_after: int,
         stop_after: int | None,
         priority: int,
+        tenant: str,
+        is_batch: bool,
         salt: str | None,
         extras: str | None,
     ) -> None:
@@ -90,7 +94,16 @@ class Lives(RuleBasedStateMachine):
         for _ in range(copies):
             name = str(self.count)
             self.count += 1
-            self.engine.add_request(name, prompt, params, whole[:known], priority=priority, cache_salt=salt)
+            self.engine.add_request(
+                name,
+                prompt,
+                params,
+                whole[:known],
+                priority=priority,
+                tenant=tenant,
+                is_batch=is_batch,
+                cache_salt=salt,
+            )
             self.wanted[name] = whole[known:]
             self.got[name] = []
             if params.prompt_logprobs is not None and not known:
