@@ -1,15 +1,27 @@
-"""The queue in front of the engine: who may submit now, who waits, and who is sent away. Standard library only."""
+"""The queue in front of the engine: who may submit now, who waits, and who is sent away.
+
+A budget of requests and tokens for each engine replica bounds what is sent there, so that the rest can still go to a
+replica that starts now. What waits is shared fairly between tenants (`engine.fair_queue`), each tenant's own by
+priority and age, and the batch class takes what nobody else wants. When the queue is full, the tenant that has most of
+it gives way to those that have less. Standard library only.
+"""
 
 import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.fair_queue import PRIORITY_S, FairQueue
 
 _RATE_WINDOW = 64
 """Releases that the estimate of the pace looks back on."""
 
 _MAX_RETRY_AFTER_S = 120
+
+_UNKNOWN_PACE_S = 1.0
+"""Least time that a submission is taken to need, while none has ended yet."""
 
 
 class QueueFullError(Exception):
@@ -20,18 +32,41 @@ class QueueFullError(Exception):
         self.retry_after_s = retry_after_s
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one engine replica is sent at once. batch_requests: with so many there it is idle enough for the batch
+    class."""
+
+    requests: int
+    tokens: float = math.inf
+    batch_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a submission asks for. tokens: of its prompt, and as many as it may be expected to make."""
+
+    tokens: int = 1
+    tenant: str = ""
+    priority: int = 0
+    is_batch: bool = False
+
+
 class Ticket:
     """The right to one submission, granted now or when its turn comes; given back by `release`."""
 
-    __slots__ = ("_admission", "_granted", "granted_at")
+    __slots__ = ("_admission", "_granted", "asked_at", "claim", "granted_at")
 
-    def __init__(self, admission: "Admission") -> None:
+    def __init__(self, admission: "Admission", claim: Claim, now: float) -> None:
         self._admission = admission
         self._granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.claim = claim
+        self.asked_at = now
         self.granted_at: float | None = None
 
     async def granted(self) -> None:
-        """Wait for the turn. A caller that is cancelled here must still `release`."""
+        """Wait for the turn. Raises `QueueFullError` if the place went to others. A caller that is cancelled here, or
+        gets the error, must still `release`."""
         await self._granted
 
     def release(self) -> None:
@@ -43,21 +78,40 @@ class Ticket:
         if not self._granted.done():
             self._granted.set_result(None)
 
+    def _refuse(self, error: QueueFullError) -> None:
+        if not self._granted.done():
+            self._granted.set_exception(error)
+            self._granted.exception()  # whoever waits gets it; nobody need
+
 
 class Admission:
-    """At most `capacity` submissions outstanding and `max_waiting` in the queue, first come first served.
+    """At most `replicas` budgets outstanding and `max_waiting` submissions in the queue.
 
     A request of several prompts takes its places in the queue together, or is refused as a whole. It is let in
-    while the queue is not full, however many they are, so that no request is too large to be ever served.
+    while the queue is not full, however many they are, so that no request is too large to be ever served. While
+    nothing is outstanding, one is sent whatever its size, and with no replica at all too: that is what starts one.
     """
 
-    def __init__(self, capacity: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, budget: Budget, max_waiting: int, replicas: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.max_waiting = max_waiting
+        self._budget = budget
         self._clock = clock
+        self._replicas = replicas
         self._held: dict[Ticket, None] = {}  # in the order of their grants
-        self._waiting: dict[Ticket, None] = {}
+        self._held_tokens = 0
+        self._ordinary: FairQueue[Ticket] = FairQueue()
+        self._batch: FairQueue[Ticket] = FairQueue()
+        self._waiting_tokens = 0
         self._released_at: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self.refused = 0
+        self._promised: deque[float] = deque()  # when those sent away may come back, in time order
+
+    @property
+    def capacity(self) -> int:
+        """Submissions that may be outstanding."""
+        return max(1, self._budget.requests * self._replicas)
 
     @property
     def outstanding(self) -> int:
@@ -65,48 +119,116 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._ordinary) + len(self._batch)
 
-    def check(self) -> None:
+    @property
+    def waiting_tokens(self) -> int:
+        return self._waiting_tokens
+
+    def longest_wait_s(self) -> float:
+        """How long the first in the queue has waited; of the batch class too only if it alone waits."""
+        lane = self._ordinary or self._batch
+        return self._clock() - min((ticket.asked_at for ticket in lane), default=self._clock())
+
+    def resize(self, replicas: int) -> None:
+        """Go by another number of engine replicas."""
+        self._replicas = replicas
+        self._grant_next()
+
+    def check(self, tenant: str = "", is_batch: bool = False) -> None:
         """Raise `QueueFullError` if `reserve` would: before work is done for a request that must go."""
-        if len(self._held) >= self.capacity and len(self._waiting) >= self.max_waiting:
-            raise QueueFullError(len(self._waiting), self._retry_after_s())
+        claim = Claim(tenant=tenant, is_batch=is_batch)
+        if self._is_full(claim) and self._who_gives_way(claim) is None:
+            raise self._error()
 
-    def reserve(self, count: int = 1) -> list[Ticket]:
-        """Places for `count` submissions, all or none. Raises `QueueFullError`."""
-        self.check()
-        tickets = [Ticket(self) for _ in range(count)]
-        self._waiting.update(dict.fromkeys(tickets))
+    def reserve(self, claims: Sequence[Claim]) -> list[Ticket]:
+        """Places for submissions of one tenant, all or none. Raises `QueueFullError`."""
+        first = claims[0]
+        if self._is_full(first):
+            loser = self._who_gives_way(first)
+            if loser is None:
+                raise self._error()
+            self._leave(loser)
+            loser._refuse(self._error())
+        now = self._clock()
+        tickets = [Ticket(self, claim, now) for claim in claims]
+        for ticket in tickets:
+            claim = ticket.claim
+            self._lane(claim).push(ticket, claim.tenant, now + PRIORITY_S * claim.priority, claim.tokens)
+            self._waiting_tokens += claim.tokens
         self._grant_next()
         return tickets
 
     def _release(self, ticket: Ticket) -> None:
         if ticket in self._held:
             del self._held[ticket]
+            self._held_tokens -= ticket.claim.tokens
             self._released_at.append(self._clock())
             self._grant_next()
         else:
-            self._waiting.pop(ticket, None)
+            self._leave(ticket)
+
+    def _lane(self, claim: Claim) -> FairQueue[Ticket]:
+        return self._batch if claim.is_batch else self._ordinary
+
+    def _leave(self, ticket: Ticket) -> None:
+        if self._lane(ticket.claim).remove(ticket):
+            self._waiting_tokens -= ticket.claim.tokens
 
     def _grant_next(self) -> None:
-        while self._waiting and len(self._held) < self.capacity:
-            ticket = next(iter(self._waiting))
-            del self._waiting[ticket]
+        while (ticket := self._ordinary.peek() or self._batch.peek()) is not None and self._has_room(ticket.claim):
+            self._lane(ticket.claim).pop()
+            self._waiting_tokens -= ticket.claim.tokens
             self._held[ticket] = None
+            self._held_tokens += ticket.claim.tokens
             ticket._grant(self._clock())
 
-    def _retry_after_s(self) -> int:
-        """Seconds until the queue has a place, at the pace of the last releases.
+    def _has_room(self, claim: Claim) -> bool:
+        if not self._held:
+            return True
+        requests = self._budget.requests
+        if claim.is_batch and self._budget.batch_requests is not None:
+            requests = self._budget.batch_requests
+        return (
+            len(self._held) < requests * self._replicas
+            and self._held_tokens + claim.tokens <= self._budget.tokens * self._replicas
+        )
+
+    def _is_full(self, claim: Claim) -> bool:
+        """Whether a submission would have to wait where no place is left."""
+        if self.waiting < self.max_waiting:
+            return False
+        return bool(self.waiting) or not self._has_room(claim)
+
+    def _who_gives_way(self, claim: Claim) -> Ticket | None:
+        """Whose place a newcomer may have: the batch class's, or the last of a tenant that has more than it would."""
+        if not claim.is_batch and (tenant := self._batch.longest()) is not None:
+            return self._batch.last_of(tenant)
+        lane = self._lane(claim)
+        tenant = lane.longest()
+        if tenant is None or lane.num_waiting(tenant) <= lane.num_waiting(claim.tenant) + 1:
+            return None
+        return lane.last_of(tenant)
+
+    def _error(self) -> QueueFullError:
+        """Each that is sent away is promised a place of its own, so that they do not all come back at once."""
+        self.refused += 1
+        now = self._clock()
+        while self._promised and self._promised[0] <= now:
+            self._promised.popleft()
+        places = self.waiting - self.max_waiting + 1 + len(self._promised)
+        seconds = min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._interval_s(now) * places)))
+        self._promised.append(now + seconds)
+        return QueueFullError(self.waiting, seconds)
+
+    def _interval_s(self, now: float) -> float:
+        """Seconds between two releases at the pace of the last ones.
 
         With no pace yet, the age of the oldest submission is the least that one is known to take.
         """
-        now = self._clock()
-        excess = len(self._waiting) - self.max_waiting + 1
         if len(self._released_at) >= 2:
             # Up to now, not up to the last release: when nothing is released any more, the pace falls.
-            interval = (now - self._released_at[0]) / len(self._released_at)
-        else:
-            oldest = next(iter(self._held), None)
-            age = now - oldest.granted_at if oldest is not None and oldest.granted_at is not None else 0.0
-            interval = age / self.capacity
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(interval * excess)))
+            return (now - self._released_at[0]) / len(self._released_at)
+        oldest = next(iter(self._held), None)
+        age = now - oldest.granted_at if oldest is not None and oldest.granted_at is not None else 0.0
+        return max(age, _UNKNOWN_PACE_S) / self.capacity

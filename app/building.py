@@ -4,20 +4,34 @@ import logging
 import math
 import os
 import socket
+import warnings
+from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, HTTPOptions, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from app.autoscaling import EnginePolicy
 from app.ingress import OVERCOMMIT, IngressDeployment
 from app.replica import EngineDeployment
+from app.router import AffinityRouter
 from app.settings import AppSettings, is_path
 from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.errors import ConfigError
 from engine.hub import PACKAGED_MODELS, resolve_model
 
 logger = logging.getLogger("ray.serve")
+
+METRICS_INTERVAL_S = 0.5
+"""Between two reports to the autoscaler, of replicas and of handles; Serve's own default is 10 s. That is in the
+application and not in the environment, so that it holds wherever the replicas run."""
+
+LOOK_BACK_S = 2.0
+"""Serve takes a reading every fifth part of this."""
+
+ROUTING_STATS_S = 1.0
+"""Between two readings of the replicas' queues and caches for the routers."""
 
 _CONTROL_CALLS = 8
 """Calls for limits, statistics and health that a full replica takes beside its requests."""
@@ -41,7 +55,10 @@ def build_application(
     engine = serve.deployment(
         engine_class,
         name="engine",
-        num_replicas=settings.num_replicas,
+        **_replicas(settings),
+        request_router_config=RequestRouterConfig(
+            request_router_class=AffinityRouter, request_routing_stats_period_s=ROUTING_STATS_S
+        ),
         max_ongoing_requests=math.ceil(OVERCOMMIT * max_num_seqs) + _CONTROL_CALLS,
         # Shares of a core, so that everything finds a place on one; the engine sets its threads itself.
         ray_actor_options={"num_cpus": 0.5, "num_gpus": num_gpus},
@@ -62,6 +79,33 @@ def build_application(
         logging_config=log,
     )
     return ingress.bind(settings, engine.bind(config))
+
+
+def _replicas(settings: AppSettings) -> dict[str, Any]:
+    """Options of the engine deployment: a fixed number of replicas, or bounds and our policy between them."""
+    if settings.max_replicas is None:
+        return {"num_replicas": settings.num_replicas}
+    policy = AutoscalingPolicy(
+        policy_function=EnginePolicy,
+        policy_kwargs={
+            "ttft_s": settings.target_ttft_s,
+            "downscale_delay_s": settings.downscale_delay_s,
+            "downscale_to_zero_delay_s": settings.downscale_to_zero_delay_s,
+        },
+    )
+    with warnings.catch_warnings():  # metrics_interval_s: the variables it is to give way to have no effect yet
+        warnings.simplefilter("ignore")
+        config = AutoscalingConfig(
+            min_replicas=settings.min_replicas,
+            max_replicas=settings.max_replicas,
+            metrics_interval_s=METRICS_INTERVAL_S,
+            look_back_period_s=LOOK_BACK_S,
+            # The policy waits where that is wise.
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+            policy=policy,
+        )
+    return {"autoscaling_config": config}
 
 
 def gpus_to_ask_for(device: str) -> int:

@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.caller import TENANT, CallerContext
 from app.openai.errors import ApiError
 from app.streaming import error_response
 from engine.errors import ConfigError
@@ -44,7 +45,7 @@ class Doors:
             )
         if self.keys:
             layers.append(Middleware(KeyCheck, keys=self.keys, max_requests=self.max_requests_per_key))
-        return layers
+        return [*layers, Middleware(CallerContext)]
 
 
 class KeyCheck:
@@ -65,6 +66,7 @@ class KeyCheck:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
+        scope[TENANT] = self._digests[key].hex()[:16]
         self._running[key] += 1
         try:
             await self._app(scope, receive, send)

@@ -11,12 +11,14 @@ from engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the ingress must know of the engine. max_total_tokens: prompt plus output of one request."""
+    """What the ingress must know of the engine. max_total_tokens: prompt plus output of one request. kv_tokens: of all
+    that run at once."""
 
     max_total_tokens: int
     max_num_seqs: int
     block_size: int
     vocab_size: int
+    kv_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Submission:
 
     output_ids: tokens that it has delivered already; it goes on after them.
     block_hashes: digests of the prompt's full blocks; a router reads them too.
+    tenant, priority, is_batch: who asked, and how urgent it is; see `engine.waiting`.
+    session: what the client calls its conversation; those of one session go to one replica if they can.
     """
 
     request_id: str
@@ -34,6 +38,9 @@ class Submission:
     block_hashes: list[bytes] | None = None
     cache_salt: str | None = None
     priority: int = 0
+    tenant: str = ""
+    is_batch: bool = False
+    session: str | None = None
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, for each token

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from app.admission import Admission, Ticket
+from app.admission import Admission, Claim, Ticket
+from app.caller import current_caller
 from app.engine_client import Delivery, EngineClient, Submission
 from app.openai.errors import EngineFault
 from app.openai.responses import Usage
@@ -19,6 +20,9 @@ from engine.sampling_params import SamplingParams
 from engine.token_text import TokenTexts
 from engine.tokenizer import Tokenizer
 
+EXPECTED_OUTPUT = 256
+"""Tokens of output that a request is admitted for; most end before their limit, or have none."""
+
 _DELTAS_AHEAD = 16
 """Deltas that one prompt may be ahead of the reader when several run."""
 
@@ -28,6 +32,7 @@ class Job:
     """One prompt to complete, once.
 
     index: of its choice in the answer.
+    is_batch: whether it only uses what nobody else wants.
     text_offset: characters of the choice's text before the output's. return_token_ids: whether deltas carry them.
     counts_prompt: whether the prompt counts in the usage: in that of one of its outputs.
     scores_end: whether the EOS or stop token that ends the output has an entry too, after all text.
@@ -39,6 +44,7 @@ class Job:
     params: SamplingParams
     cache_salt: str | None = None
     priority: int = 0
+    is_batch: bool = False
     text_offset: int = 0
     return_token_ids: bool = False
     counts_prompt: bool = True
@@ -81,7 +87,7 @@ class TextGenerator:
 
         Raises `QueueFullError` before the first delta, and what `TokenStream` raises.
         """
-        tickets = self._admission.reserve(len(jobs))
+        tickets = self._admission.reserve([_claim(job) for job in jobs])
         try:
             hashes = _PromptHashes(self._block_size)
             streams = [self._run_one(job, ticket, hashes) for job, ticket in zip(jobs, tickets, strict=True)]
@@ -108,6 +114,9 @@ class TextGenerator:
                     block_hashes=hashes.of(job),
                     cache_salt=job.cache_salt,
                     priority=job.priority,
+                    tenant=ticket.claim.tenant,
+                    is_batch=job.is_batch,
+                    session=current_caller().session,
                 )
             )
             started = False
@@ -129,6 +138,12 @@ class TextGenerator:
             if stream is not None:
                 stream.close()
             ticket.release()
+
+
+def _claim(job: Job) -> Claim:
+    limit = job.params.max_tokens
+    output = EXPECTED_OUTPUT if limit is None else min(limit, EXPECTED_OUTPUT)
+    return Claim(len(job.prompt_ids) + output, current_caller().tenant, job.priority, job.is_batch)
 
 
 class _Output:

@@ -1,23 +1,28 @@
 """The ingress deployment: HTTP and text on this side, token ids on the engine's."""
 
+import asyncio
 import gc
 import math
 from typing import Any
+from uuid import uuid4
 
 from ray import serve
 from starlette.applications import Starlette
 
-from app.admission import Admission
+from app.admission import Admission, Budget
 from app.chat import ChatSide
 from app.chat_template import chat_templates
+from app.door_reports import report_queue
 from app.doors import Doors, read_keys
-from app.engine_client import EngineClient
+from app.engine_client import EngineClient, EngineLimits
 from app.failover import FailoverClient
+from app.pool import engine_pool
 from app.request_stats import IngressStats
 from app.routes import create_app
 from app.serve_client import CONTROL_TIMEOUT_S, ServeEngineClient
 from app.service import Service
 from app.settings import AppSettings
+from app.signals import DoorReport
 from engine.hub import resolve_model
 from engine.tokenizer import load_tokenizer
 
@@ -32,16 +37,26 @@ async def create_service(settings: AppSettings, client: EngineClient) -> Service
     tokenizer = load_tokenizer(resolve_model(config.model), config.trust_remote_code)
     _ = tokenizer.token_bytes  # made on first use, which no request should wait for
     limits = await client.limits()
-    capacity = math.ceil(OVERCOMMIT * limits.max_num_seqs) * settings.num_replicas
     templates = chat_templates(tokenizer, settings.chat_template)
     return Service(
         settings.public_model_name,
         tokenizer,
         client,
         limits,
-        Admission(capacity, settings.max_queue_size),
+        admission(settings, limits),
         ChatSide(templates, settings.tool_call_parser, settings.reasoning_parser),
+        scales_to_zero=settings.max_replicas is not None and settings.min_replicas == 0,
     )
+
+
+def admission(settings: AppSettings, limits: EngineLimits) -> Admission:
+    budget = Budget(
+        requests=math.ceil(OVERCOMMIT * limits.max_num_seqs),
+        tokens=OVERCOMMIT * limits.kv_tokens,
+        batch_requests=limits.max_num_seqs,
+    )
+    replicas = settings.num_replicas if settings.max_replicas is None else max(1, settings.min_replicas)
+    return Admission(budget, settings.max_queue_size, replicas)
 
 
 def doors(settings: AppSettings) -> Doors:
@@ -84,9 +99,25 @@ class IngressDeployment:
         client = FailoverClient(ServeEngineClient(self._engine), self._settings.max_resubmissions)
         self._service = service = await create_service(self._settings, client)
         service.scrape.ingresses = Peers(service).stats
+        self._follow_pool(service.admission)
         gc.freeze()  # what has been loaded stays: looking through it again and again would hold up every stream
         return create_app(service, self._settings.stream_commit_s, doors(self._settings))
 
     async def stats(self) -> IngressStats:
         """For the other ingresses."""
         return self._service.stats()
+
+    def _follow_pool(self, admission: Admission) -> None:
+        """Let the queue go by the replicas there are, and the autoscaler by the queue."""
+        loop = asyncio.get_running_loop()
+
+        def resize(replicas: int) -> None:  # called in Serve's routing thread
+            loop.call_soon_threadsafe(admission.resize, replicas)
+
+        engine_pool.follow(resize)
+
+        async def send(report: DoorReport) -> None:
+            answers = self._engine.broadcast("note_door", report)
+            await answers.results_async(timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True)
+
+        self._reports = loop.create_task(report_queue(uuid4().hex, admission, send))

@@ -1,5 +1,6 @@
 """The application's state in Prometheus text: vLLM's names where vLLM has the series, ours for the rest."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from app.request_stats import Histogram, IngressStats, RequestStats
@@ -35,6 +36,7 @@ def _engine_series(engines: Sequence[EngineStats]) -> list[Series]:
         return sum(int(getattr(stats, field)) for stats in engines)
 
     blocks, live = total("total_blocks"), total("live_blocks")
+    oldest = max((stats.queue_age_s for stats in engines), default=0.0)
     return [
         ("vllm:num_requests_running", "gauge", "Requests in the running batches.", total("num_running")),
         ("vllm:num_requests_waiting", "gauge", "Requests that wait in the engines.", total("num_waiting")),
@@ -50,6 +52,8 @@ def _engine_series(engines: Sequence[EngineStats]) -> list[Series]:
         ("nanoserve:live_slots_used", "gauge", "KV slots in live blocks with a token.", total("slots_used")),
         ("nanoserve:steps_total", "counter", "Engine steps.", total("steps")),
         ("nanoserve:engine_replicas", "gauge", "Engine replicas that answered.", len(engines)),
+        ("nanoserve:waiting_tokens", "gauge", "Tokens of those that wait in the engines.", total("waiting_tokens")),
+        ("nanoserve:queue_age_seconds", "gauge", "How long the first of them has waited.", oldest),
     ]
 
 
@@ -58,14 +62,30 @@ def _ingress_series(ingresses: Sequence[IngressStats]) -> list[Series]:
         return sum(int(getattr(stats, field)) for stats in ingresses)
 
     pause = max((stats.longest_pause_s for stats in ingresses), default=0.0)
+    capacity = max((stats.capacity for stats in ingresses), default=0)
     return [
         ("nanoserve:ingress_replicas", "gauge", "Ingress replicas that answered.", len(ingresses)),
         ("nanoserve:ingress_outstanding", "gauge", "Requests given to the engines.", total("outstanding")),
         ("nanoserve:ingress_queued", "gauge", "Requests that wait in the ingresses.", total("queued")),
+        ("nanoserve:ingress_queued_tokens", "gauge", "Tokens that they ask for.", total("queued_tokens")),
+        ("nanoserve:ingress_capacity", "gauge", "Requests that the engines are given at most.", capacity),
+        ("nanoserve:ingress_refused_total", "counter", "Requests answered 429: no place.", total("refused")),
+        ("nanoserve:router_prompt_blocks_total", "counter", "Full prompt blocks sent out.", total("prompt_blocks")),
+        ("nanoserve:router_hit_blocks_total", "counter", "Sent to where they were known.", total("hit_blocks")),
+        ("nanoserve:router_imbalance", "gauge", "Most requests of an engine over the mean.", _imbalance(ingresses)),
         ("nanoserve:failovers_total", "counter", "Requests that went on elsewhere.", total("resubmitted")),
         ("nanoserve:failovers_given_up_total", "counter", "Lost requests that failed.", total("given_up")),
         ("nanoserve:failover_longest_pause_seconds", "gauge", "Longest pause of a stream by a loss.", pause),
     ]
+
+
+def _imbalance(ingresses: Sequence[IngressStats]) -> float:
+    """1 is even. Of the engines that one ingress at least has sent to, or could."""
+    routed: Counter[str] = Counter()
+    for stats in ingresses:
+        routed.update(stats.routed)
+    total = routed.total()
+    return max(routed.values()) * len(routed) / total if total else 1.0
 
 
 def _histograms(requests: RequestStats) -> list[tuple[str, str, Histogram]]:

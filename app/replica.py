@@ -10,6 +10,8 @@ from uuid import uuid4
 
 from app.engine_client import EngineLimits, Message, Placed, Refusal, Submission
 from app.outbox import Outbox, split
+from app.signals import DoorReport, Signals
+from app.startup import Startup, StartupTimes
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.outputs import EngineStats, StepOutput
@@ -101,6 +103,8 @@ class EngineReplica:
                 block_hashes=submission.block_hashes,
                 cache_salt=submission.cache_salt,
                 priority=submission.priority,
+                tenant=submission.tenant,
+                is_batch=submission.is_batch,
             )
         except ContextLengthError as error:
             return Refusal(str(error), error.param, "context_length_exceeded")
@@ -119,6 +123,7 @@ class EngineReplica:
             max_num_seqs=info.max_num_seqs,
             block_size=info.block_size,
             vocab_size=info.vocab_size,
+            kv_tokens=info.num_blocks * info.block_size,
         )
 
     def stats(self) -> EngineStats:
@@ -201,8 +206,12 @@ class EngineDeployment:
     """What Serve runs: a shell, since a class under a deployment travels by value."""
 
     def __init__(self, config: EngineConfig) -> None:
+        startup = Startup()
         show_engine_log()
         self._replica = start_replica(config, leave_soon)
+        self._startup_times = startup.done()
+        logger.info("Replica up: %s.", self._startup_times)
+        self._signals = Signals(self._replica.limits().max_num_seqs)
         gc.freeze()  # what has been loaded stays: looking through it again and again would hold up the steps
 
     async def submit(self, submission: Submission, ingress: str) -> AsyncGenerator[Message, None]:
@@ -216,6 +225,21 @@ class EngineDeployment:
 
     async def stats(self) -> EngineStats:
         return self._replica.stats()
+
+    async def startup_times(self) -> StartupTimes:
+        return self._startup_times
+
+    async def note_door(self, report: DoorReport) -> None:
+        """Take down what an ingress replica holds back, for the autoscaler."""
+        self._signals.note_door(report)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve, for `app.autoscaling`."""
+        return self._signals.autoscaling(self._replica.stats())
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        """Asked by Serve, for `app.router`."""
+        return self._signals.routing(self._replica.stats())
 
     async def check_health(self) -> bool:
         """Asked by Serve and by the ingress; async, since Serve would run a plain one in a thread that sees nothing."""

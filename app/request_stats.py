@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -65,6 +65,8 @@ class IngressStats:
     """One ingress, as it tells the others. outstanding, queued: its requests in the engine, and before it.
 
     resubmitted, given_up, longest_pause_s: as in `app.failover.FailoverCounts`.
+    queued_tokens, capacity, refused: as in `app.admission.Admission`.
+    prompt_blocks, hit_blocks, routed: as in `app.pool.Pool`.
     """
 
     outstanding: int
@@ -73,3 +75,9 @@ class IngressStats:
     resubmitted: int = 0
     given_up: int = 0
     longest_pause_s: float = 0.0
+    queued_tokens: int = 0
+    capacity: int = 0
+    refused: int = 0
+    prompt_blocks: int = 0
+    hit_blocks: int = 0
+    routed: Mapping[str, int] = field(default_factory=dict)

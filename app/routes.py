@@ -46,7 +46,8 @@ def create_app(service: Service, stream_commit_s: float, doors: Doors | None = N
 
     async def health(_: Request, __: bytes) -> Response:
         try:
-            await service.client.check_health()
+            if not service.is_asleep:
+                await service.client.check_health()
         except EngineFault as error:
             raise ApiError(503, str(error), code="unhealthy", headers={"Retry-After": "5"}) from error
         return JsonResponse({"status": "ok"})

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from app.admission import Admission
 from app.answers import Answer, GeneratedAnswer, PromptOnlyAnswer
+from app.caller import current_caller
 from app.chat import ChatSide, new_call_id
 from app.chat_template import Chat, ChatTemplate
 from app.choices import Assembler, Echo, ParsedText, PlainText
@@ -23,6 +24,7 @@ from app.openai.sampling import GenerationRequest
 from app.openai.structured import Structure
 from app.openai.token_entries import PromptScorer
 from app.openai.tokenization import MAX_CHARACTERS, DetokenizeRequest, TokenizeRequest
+from app.pool import engine_pool
 from app.request_stats import IngressStats
 from app.scrape import Scrape
 from app.text import INLINE_SIZE, PromptEncoder, off_loop
@@ -43,10 +45,12 @@ class Service:
         limits: EngineLimits,
         admission: Admission,
         chat_side: ChatSide,
+        scales_to_zero: bool = False,
     ) -> None:
         self.name = name
         self.client = client
         self.admission = admission
+        self._scales_to_zero = scales_to_zero
         self._created = int(time.time())
         self._limits = limits
         self._tokenizer = tokenizer
@@ -57,12 +61,17 @@ class Service:
         self._prompt_texts = TokenTexts(tokenizer, skip_special_tokens=False)
         self.scrape = Scrape(name, client.stats, self._only_this_ingress)
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether there is no engine replica since nobody asks; the next request starts one."""
+        return self._scales_to_zero and engine_pool.known and not engine_pool.num_replicas
+
     async def chat(self, request: ChatRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
         self.check_model(request.model)
         params = request.sampling_params(_drawn_seed())
         structure = request.structure()
-        self.admission.check()
+        self.admission.check(current_caller().tenant, request.is_batch)
         template = self._chat_side.template(bool(request.offered_tools))
         chat = await self._chat(request, template)
         text, prompt_ids = await self._encoder.chat(template, chat)
@@ -90,7 +99,7 @@ class Service:
         self.check_model(request.model)
         params = request.sampling_params(_drawn_seed())
         structure = request.structure()
-        self.admission.check()
+        self.admission.check(current_caller().tenant, request.is_batch)
         prompts = await self._encoder.prompts(request.prompt)
         echoes = self._echoes(request)
         form = CompletionFormat(
@@ -132,6 +141,12 @@ class Service:
             counts.resubmitted,
             counts.given_up,
             counts.longest_pause_s,
+            self.admission.waiting_tokens,
+            self.admission.capacity,
+            self.admission.refused,
+            engine_pool.prompt_blocks,
+            engine_pool.hit_blocks,
+            engine_pool.routed(),
         )
 
     async def _only_this_ingress(self) -> list[IngressStats]:
@@ -233,7 +248,8 @@ def _jobs(
             prompt_ids,
             params,
             cache_salt=request.cache_salt,
-            priority=request.priority or 0,
+            priority=request.urgency,
+            is_batch=request.is_batch,
             text_offset=text_offsets[at] if text_offsets else 0,
             return_token_ids=bool(request.return_token_ids),
             counts_prompt=child == 0,

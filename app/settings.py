@@ -4,9 +4,9 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, create_model
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, create_model, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import ALIASES, EngineConfig
@@ -35,7 +35,12 @@ class AppSettings(BaseSettings):
     """Settings of the application, beside those of the engine, which `Settings` adds from `EngineConfig`.
 
     served_model_name: the model's name in the API; by default `model`, or the last part of its path.
-    num_replicas: copies of the engine.
+    num_replicas: copies of the engine, where max_replicas is not given.
+    max_replicas: as many copies as the load needs, up to this.
+    min_replicas: and not fewer than this; 0 lets the last one go too.
+    target_ttft_s: time to first token, in seconds, that the number of copies is chosen for.
+    downscale_delay_s: seconds that fewer copies must have been enough before one goes.
+    downscale_to_zero_delay_s: seconds without any request before the last one goes.
     num_ingress_replicas: processes that take HTTP requests in.
     max_queue_size: requests that may wait in an ingress before it answers 429.
     max_resubmissions: times in a row that a request whose replica was lost goes on at another without bringing a token,
@@ -59,6 +64,11 @@ class AppSettings(BaseSettings):
 
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     num_replicas: Annotated[int, Field(ge=1)] = 1
+    max_replicas: Annotated[int, Field(ge=1)] | None = None
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    target_ttft_s: Annotated[float, Field(gt=0)] = 2.0
+    downscale_delay_s: Annotated[float, Field(ge=0)] = 60.0
+    downscale_to_zero_delay_s: Annotated[float, Field(ge=0)] = 300.0
     num_ingress_replicas: Annotated[int, Field(ge=1)] = 1
     max_queue_size: Annotated[int, Field(ge=0)] = 256
     max_resubmissions: Annotated[int, Field(ge=0)] = 3
@@ -72,6 +82,12 @@ class AppSettings(BaseSettings):
     api_keys_file: Annotated[str, Field(min_length=1)] | None = None
     max_requests_per_key: Annotated[int, Field(ge=1)] = 256
     cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
+
+    @model_validator(mode="after")
+    def _replicas_agree(self) -> Self:
+        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas is {self.min_replicas}, above max_replicas, which is {self.max_replicas}")
+        return self
 
     def engine_config(self) -> EngineConfig:
         """Raises `ConfigError`."""
@@ -110,6 +126,8 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     except ValidationError as error:
         lines = [
             f"{_shown(from_environment)(str(e['loc'][0]))}: {e['msg'].lower()}{_given(e)}"
+            if e["loc"]
+            else e["msg"].removeprefix("Value error, ")
             for e in error.errors(include_url=False)
         ]
         raise ConfigError("; ".join(dict.fromkeys(lines))) from None

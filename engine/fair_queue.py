@@ -12,6 +12,9 @@ import heapq
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
+PRIORITY_S = 60.0
+"""Seconds of waiting that one level of priority is worth, for those whose order is one of priority and age."""
+
 MAX_IDLE_TENANTS = 4096
 """Tenants with nothing in the queue whose counters are remembered."""
 

@@ -10,11 +10,8 @@ What the statistics tell is kept as requests come and go, so that reading it cos
 from collections import deque
 from collections.abc import Callable
 
-from engine.fair_queue import Entry, FairQueue
+from engine.fair_queue import PRIORITY_S, Entry, FairQueue
 from engine.request import Request, Status
-
-PRIORITY_S = 60.0
-"""Seconds of waiting that one level of priority is worth."""
 
 OUTPUT_WEIGHT = 2.0
 """What a token of output counts against one of a prompt: it takes a step of its own."""

@@ -1,6 +1,6 @@
 """What /v1/chat/completions and /v1/completions both take: how tokens are chosen, where they end, what comes back."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
@@ -125,6 +125,7 @@ class GenerationRequest(StructuredFields):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
 
     @model_validator(mode="after")
     def _only_in_streams(self) -> "GenerationRequest":
@@ -133,6 +134,16 @@ class GenerationRequest(StructuredFields):
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs does not come in streams: set stream to false or leave it out")
         return self
+
+    @property
+    def is_batch(self) -> bool:
+        """OpenAI's "flex" is slower and cheaper: here it runs where nobody else wants to."""
+        return self.service_tier == "flex"
+
+    @property
+    def urgency(self) -> int:
+        """`priority`, lower is earlier; the tier of that name is one level."""
+        return (self.priority or 0) - (self.service_tier == "priority")
 
     @property
     def include_usage(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from app.admission import Admission
+from app.admission import Admission, Budget
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.doors import Doors
@@ -132,7 +132,7 @@ async def running(
     """Serve `engine` on a loopback socket. At the end nothing may be left in it."""
     replica = EngineReplica(lambda on_output: StepLoop(engine, on_output))
     client = ServeEngineClient(LocalHandle([replica]))
-    admission = Admission(capacity or engine.info.max_num_seqs * 5 // 4, max_waiting)
+    admission = Admission(Budget(capacity or engine.info.max_num_seqs * 5 // 4), max_waiting)
     chat_side = ChatSide(chat_templates(tokenizer, chat_template), tool_call_parser, reasoning_parser)
     service = Service("tiny", tokenizer, client, await client.limits(), admission, chat_side)
     app = create_app(service, stream_commit_s, doors)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from app.admission import Admission, QueueFullError
+from app.admission import Admission, Budget, Claim, QueueFullError, Ticket
 
 
 class Clock:
@@ -15,11 +15,11 @@ class Clock:
 
 
 async def test_first_come_first_served() -> None:
-    admission = Admission(capacity=1, max_waiting=10)
+    admission = Admission(Budget(1), max_waiting=10)
     order: list[int] = []
 
     async def work(name: int) -> None:
-        (ticket,) = admission.reserve()
+        (ticket,) = admission.reserve([Claim()])
         try:
             await ticket.granted()
             order.append(name)
@@ -33,13 +33,13 @@ async def test_first_come_first_served() -> None:
 
 
 async def test_capacity_then_queue_then_refusal() -> None:
-    admission = Admission(capacity=2, max_waiting=1)
-    tickets = [admission.reserve()[0] for _ in range(3)]
+    admission = Admission(Budget(2), max_waiting=1)
+    tickets = [admission.reserve([Claim()])[0] for _ in range(3)]
     assert (admission.outstanding, admission.waiting) == (2, 1)
     with pytest.raises(QueueFullError):
         admission.check()
     with pytest.raises(QueueFullError):
-        admission.reserve()
+        admission.reserve([Claim()])
     tickets[0].release()
     await asyncio.wait_for(tickets[2].granted(), 1)
     admission.check()
@@ -47,8 +47,12 @@ async def test_capacity_then_queue_then_refusal() -> None:
 
 
 async def test_release_is_idempotent_and_good_while_waiting() -> None:
-    admission = Admission(capacity=1, max_waiting=2)
-    (first,), (second,), (third,) = admission.reserve(), admission.reserve(), admission.reserve()
+    admission = Admission(Budget(1), max_waiting=2)
+    (first,), (second,), (third,) = (
+        admission.reserve([Claim()]),
+        admission.reserve([Claim()]),
+        admission.reserve([Claim()]),
+    )
     second.release()
     second.release()
     first.release()
@@ -58,8 +62,12 @@ async def test_release_is_idempotent_and_good_while_waiting() -> None:
 
 
 async def test_a_waiter_that_was_cancelled_loses_no_place_of_others() -> None:
-    admission = Admission(capacity=1, max_waiting=5)
-    (first,), (second,), (third,) = admission.reserve(), admission.reserve(), admission.reserve()
+    admission = Admission(Budget(1), max_waiting=5)
+    (first,), (second,), (third,) = (
+        admission.reserve([Claim()]),
+        admission.reserve([Claim()]),
+        admission.reserve([Claim()]),
+    )
     waiting = asyncio.ensure_future(second.granted())
     await asyncio.sleep(0)
     waiting.cancel()
@@ -69,31 +77,31 @@ async def test_a_waiter_that_was_cancelled_loses_no_place_of_others() -> None:
 
 
 async def test_many_prompts_enter_whole_or_not_at_all() -> None:
-    admission = Admission(capacity=2, max_waiting=1)
-    tickets = admission.reserve(5)
+    admission = Admission(Budget(2), max_waiting=1)
+    tickets = admission.reserve([Claim()] * 5)
     assert (admission.outstanding, admission.waiting) == (2, 3)
     with pytest.raises(QueueFullError):
-        admission.reserve(1)
+        admission.reserve([Claim()])
     for ticket in tickets:
         ticket.release()
     assert (admission.outstanding, admission.waiting) == (0, 0)
 
 
 async def test_no_queue_still_uses_the_capacity() -> None:
-    admission = Admission(capacity=1, max_waiting=0)
-    admission.reserve()
+    admission = Admission(Budget(1), max_waiting=0)
+    admission.reserve([Claim()])
     with pytest.raises(QueueFullError):
-        admission.reserve()
+        admission.reserve([Claim()])
 
 
 async def test_retry_after_follows_the_pace_of_releases() -> None:
     clock = Clock()
-    admission = Admission(capacity=1, max_waiting=1, clock=clock)
+    admission = Admission(Budget(1), max_waiting=1, clock=clock)
     for _ in range(10):
-        (ticket,) = admission.reserve()
+        (ticket,) = admission.reserve([Claim()])
         clock.now += 4.0
         ticket.release()
-    admission.reserve(2)
+    admission.reserve([Claim()] * 2)
     with pytest.raises(QueueFullError) as caught:
         admission.check()
     assert 4 <= caught.value.retry_after_s <= 5
@@ -106,9 +114,130 @@ async def test_retry_after_follows_the_pace_of_releases() -> None:
 
 async def test_retry_after_before_the_first_release_is_at_least_what_the_oldest_has_taken() -> None:
     clock = Clock()
-    admission = Admission(capacity=2, max_waiting=0, clock=clock)
-    admission.reserve(2)
+    admission = Admission(Budget(2), max_waiting=0, clock=clock)
+    admission.reserve([Claim()] * 2)
     clock.now += 10.0
     with pytest.raises(QueueFullError) as caught:
         admission.check()
     assert caught.value.retry_after_s == 5
+
+
+async def test_before_anything_has_ended_those_sent_away_are_told_times_apart() -> None:
+    clock = Clock()
+    admission = Admission(Budget(2), max_waiting=0, clock=clock)
+    admission.reserve([Claim()] * 2)
+    told = []
+    for _ in range(6):
+        with pytest.raises(QueueFullError) as caught:
+            admission.check()
+        told.append(caught.value.retry_after_s)
+    assert told == [1, 1, 2, 2, 3, 3]
+    clock.now += 10
+    with pytest.raises(QueueFullError) as caught:
+        admission.check()
+    assert caught.value.retry_after_s == 5, "those who were told before had their turn"
+
+
+async def test_who_comes_back_when_told_finds_a_place() -> None:
+    """A server that ends one submission every 2 s, and 30 clients that keep to what they are told."""
+    clock = Clock()
+    admission = Admission(Budget(4), max_waiting=4, clock=clock)
+    back = [(clock.now, n) for n in range(30)]
+    tries = dict.fromkeys(range(30), 0)
+    held: list[Ticket] = []
+    while back or held:
+        at, client = min(back, default=(float("inf"), -1))
+        if clock.now < at and held:
+            clock.now += 2.0
+            done = next(ticket for ticket in held if ticket.granted_at is not None)
+            held.remove(done)
+            done.release()
+            continue
+        clock.now = max(clock.now, at)
+        back.remove((at, client))
+        tries[client] += 1
+        try:
+            held += admission.reserve([Claim()])
+        except QueueFullError as error:
+            back.append((clock.now + error.retry_after_s, client))
+    assert max(tries.values()) <= 4, "without a pace the first times are guesses"
+    assert sum(tries.values()) <= 3 * len(tries)
+
+
+async def test_a_budget_counts_tokens_and_lets_the_largest_in_when_nothing_else_runs() -> None:
+    admission = Admission(Budget(10, tokens=100), max_waiting=10)
+    (small,), (large,), (last,) = (admission.reserve([Claim(n)]) for n in (60, 500, 30))
+    assert (admission.outstanding, admission.waiting, admission.waiting_tokens) == (1, 2, 530)
+    small.release()
+    assert (admission.outstanding, admission.waiting_tokens) == (1, 30), "the large one, in its turn and alone"
+    large.release()
+    last.release()
+    assert admission.outstanding == admission.waiting == admission.waiting_tokens == 0
+
+
+async def test_the_budget_follows_the_number_of_replicas() -> None:
+    admission = Admission(Budget(4, tokens=40), max_waiting=20, replicas=0)
+    tickets = admission.reserve([Claim(10)] * 12)
+    assert admission.outstanding == 1, "one calls for the first replica"
+    admission.resize(1)
+    assert admission.outstanding == 4
+    admission.resize(2)
+    assert admission.outstanding == 8
+    admission.resize(1)
+    for ticket in tickets[:5]:
+        ticket.release()
+    assert admission.outstanding == 4
+
+
+async def test_tenants_share_the_queue_in_turn() -> None:
+    admission = Admission(Budget(1), max_waiting=100)
+    (running,) = admission.reserve([Claim(10, "a")])
+    flood = admission.reserve([Claim(10, "a")] * 20)
+    (other,) = admission.reserve([Claim(10, "b")])
+    served = 0
+    running.release()
+    while other.granted_at is None:
+        next(ticket for ticket in flood if ticket.granted_at is not None and ticket in admission._held).release()
+        served += 1
+    assert served <= 2
+
+
+async def test_a_flood_that_fills_the_queue_gives_way_to_others() -> None:
+    admission = Admission(Budget(1), max_waiting=4)
+    flood = [admission.reserve([Claim(tenant="a")])[0] for _ in range(5)]
+    with pytest.raises(QueueFullError):
+        admission.reserve([Claim(tenant="a")])
+    admission.check("b")
+    admission.reserve([Claim(tenant="b")])
+    with pytest.raises(QueueFullError):
+        await flood[-1].granted()
+    flood[-1].release()
+    admission.reserve([Claim(tenant="b")])
+    assert admission.waiting == 4
+    with pytest.raises(QueueFullError):
+        admission.check("b")  # it has half of it now
+
+
+async def test_the_batch_class_runs_where_there_is_room_and_waits_behind_all_others() -> None:
+    admission = Admission(Budget(5, batch_requests=4), max_waiting=3)
+    batch = admission.reserve([Claim(is_batch=True)] * 7)
+    assert (admission.outstanding, admission.waiting) == (4, 3)
+    (ordinary,) = admission.reserve([Claim()])
+    assert ordinary.granted_at is not None
+    (waits,) = admission.reserve([Claim()])
+    with pytest.raises(QueueFullError):
+        await batch[-1].granted()
+    with pytest.raises(QueueFullError):
+        admission.check(is_batch=True)
+    batch[0].release()
+    assert waits.granted_at is not None
+    assert all(ticket.granted_at is None for ticket in batch[4:])
+
+
+async def test_priority_counts_among_a_tenants_own() -> None:
+    admission = Admission(Budget(1), max_waiting=10)
+    (running,) = admission.reserve([Claim(tenant="a")])
+    (normal,) = admission.reserve([Claim(tenant="a")])
+    (urgent,) = admission.reserve([Claim(tenant="a", priority=-1)])
+    running.release()
+    assert (normal.granted_at is None, urgent.granted_at is None) == (True, False)

@@ -177,3 +177,10 @@ def test_the_command_refuses_bad_settings_in_one_line(capsys: pytest.CaptureFixt
     assert main(["serve", "bogus=1"]) == 2
     assert main(["serve", "bogus"]) == 2
     assert all(line.startswith("nanoserve: ") for line in capsys.readouterr().err.splitlines())
+
+
+def test_bounds_of_replicas_that_cross_are_an_error_that_names_both() -> None:
+    assert load_settings({"max_replicas": 4, "min_replicas": 0}, environ={}).max_replicas == 4
+    with pytest.raises(ConfigError, match="min_replicas is 5, above max_replicas, which is 4"):
+        load_settings({"max_replicas": 4, "min_replicas": 5}, environ={})
+    assert load_settings({"min_replicas": 5}, environ={}).max_replicas is None

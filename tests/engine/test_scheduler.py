@@ -5,12 +5,12 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.fair_queue import PRIORITY_S
 from engine.outputs import FinishReason, StepOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
-from engine.waiting import PRIORITY_S
 from tests.scripted import ScriptedRunner, drain
 
 VOCAB = 384

@@ -1,0 +1,59 @@
+"""What an ingress replica knows of the engine replicas: how many there are, and where its router sends requests.
+
+The router (`app.router`) writes it, in Serve's routing thread; admission and the metrics read it. It lives in a module
+of its own since the router's travels by value: this one is imported, so both sides have the same. Standard library
+only.
+"""
+
+import threading
+from collections.abc import Callable, Collection
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._replicas: frozenset[str] = frozenset()
+        self._on_change: Callable[[int], None] | None = None
+        self._routed: dict[str, int] = {}
+        self.known = False
+        self.prompt_blocks = 0
+        self.hit_blocks = 0
+
+    def follow(self, on_change: Callable[[int], None]) -> None:
+        """Call `on_change` with the number of replicas, now if it is known and at each change; in the routing
+        thread."""
+        with self._lock:
+            self._on_change = on_change
+            known, count = self.known, len(self._replicas)
+        if known:
+            on_change(count)
+
+    def update(self, replicas: Collection[str]) -> None:
+        with self._lock:
+            changed = not self.known or len(replicas) != len(self._replicas)
+            self.known = True
+            self._replicas = frozenset(replicas)
+            self._routed = {name: self._routed.get(name, 0) for name in self._replicas}
+            on_change = self._on_change
+        if changed and on_change is not None:
+            on_change(len(replicas))
+
+    def note(self, replica: str, prompt_blocks: int, hit_blocks: int) -> None:
+        """One request went to `replica`, which was thought to have `hit_blocks` of its full prompt blocks."""
+        with self._lock:
+            self._routed[replica] = self._routed.get(replica, 0) + 1
+            self.prompt_blocks += prompt_blocks
+            self.hit_blocks += hit_blocks
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
+
+    def routed(self) -> dict[str, int]:
+        """Requests that this ingress replica has sent to each engine replica that is there."""
+        with self._lock:
+            return dict(self._routed)
+
+
+engine_pool = Pool()
+"""Of the one engine deployment that this process sends to."""
