@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from app.admission import Admission
+from app.admission import Admission, Budget
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.engine_client import Delivery, EngineLimits, Submission
@@ -57,7 +57,7 @@ class ReadyEngine:
         self._tokens = tokens
 
     async def limits(self) -> EngineLimits:
-        return EngineLimits(max_total_tokens=2048, max_num_seqs=64, block_size=16, vocab_size=49_152)
+        return EngineLimits(max_total_tokens=2048, max_num_seqs=64, block_size=16, vocab_size=49_152, kv_tokens=2**20)
 
     async def stats(self) -> list[EngineStats]:
         return []
@@ -75,7 +75,7 @@ async def measure(requests: int, tokens: int) -> dict[str, float]:
     text = tokenizer.encode(" The capital of France is Paris, and I am quite sure of it." * tokens)
     client = ReadyEngine(text[:tokens])
     chat_side = ChatSide(chat_templates(tokenizer, None))
-    service = Service("model", tokenizer, client, await client.limits(), Admission(80, 256), chat_side)
+    service = Service("model", tokenizer, client, await client.limits(), Admission(Budget(80), 256), chat_side)
     app = create_app(service, 5.0)
     body = {"messages": [{"role": "user", "content": CONTENT}], "max_tokens": tokens, "temperature": 0}
     times: dict[str, list[float]] = {"whole": [], "stream": []}

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.admission import Admission
+from app.admission import Admission, Budget
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.engine_client import EngineLimits
@@ -121,8 +121,8 @@ async def _ingress(tokenizer: Any) -> tuple[float, float]:
         "tiny",
         tokenizer,
         FailoverClient(client, 3),
-        EngineLimits(100_000, SEQUENCES, 16, 384),
-        Admission(SEQUENCES, 0),
+        EngineLimits(100_000, SEQUENCES, 16, 384, 100_000),
+        Admission(Budget(SEQUENCES), 0),
         ChatSide(chat_templates(tokenizer, None), "auto", "auto"),
     )
     sent = 0

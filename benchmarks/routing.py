@@ -28,6 +28,7 @@ from ray.serve.config import RequestRouterConfig
 from app.engine_client import Submission
 from app.replica import EngineDeployment, EngineReplica
 from app.router import AffinityRouter
+from app.serve_client import ServeEngineClient
 from app.signals import Signals
 from engine.block_hash import block_hashes
 from engine.engine import Engine
@@ -97,7 +98,7 @@ class Caller:
     def __init__(self, number: int) -> None:
         self._number = number
         self._rng = random.Random(number)
-        self._handle = serve.get_deployment_handle("engine", "routing").options(stream=True, _by_reference=False)
+        self._client = ServeEngineClient(serve.get_deployment_handle("engine", "routing"))
 
     async def run(self, requests: int) -> list[float]:
         """Times to first token."""
@@ -118,8 +119,12 @@ class Caller:
             name, ids, SamplingParams(temperature=0.0, max_tokens=OUTPUT), block_hashes=block_hashes(ids, BLOCK)
         )
         began, first = time.perf_counter(), None
-        async for _ in self._handle.submit.remote(submission):
-            first = first or time.perf_counter() - began
+        stream = self._client.submit(submission)
+        try:
+            async for _ in stream:
+                first = first or time.perf_counter() - began
+        finally:
+            stream.close()
         assert first is not None
         return first
 
@@ -175,4 +180,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import routing  # what is sent to the replicas must be found by its name there
+
+    routing.main()

@@ -73,8 +73,6 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
-    waiting_tokens: int
-    queue_age_s: float
     total_blocks: int
     live_blocks: int
     cached_blocks: int
@@ -86,3 +84,5 @@ class EngineStats:
     steps: int
     slots_used: int
     """KV slots in live blocks that hold a token; over live_blocks x block_size this is the pool's fill."""
+    waiting_tokens: int = 0
+    queue_age_s: float = 0.0

@@ -17,9 +17,9 @@ def recorded(server: Server) -> list[Submission]:
     submissions: list[Submission] = []
     submit = server.replica.submit
 
-    def record(submission: Submission) -> Any:
+    def record(submission: Submission, *more: Any) -> Any:
         submissions.append(submission)
-        return submit(submission)
+        return submit(submission, *more)
 
     server.replica.submit = record  # type: ignore[method-assign]
     return submissions

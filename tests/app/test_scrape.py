@@ -17,6 +17,7 @@ from tests.app.test_lifecycle import Gate
 ENGINE = EngineStats(
     num_running=2, num_waiting=1, total_blocks=10, live_blocks=5, cached_blocks=3, free_blocks=2, prompt_tokens=1234567,
     cached_prompt_tokens=40, generation_tokens=50, preemptions=1, steps=9, slots_used=70,
+    waiting_tokens=30, queue_age_s=2.5,
 )  # fmt: skip
 
 
@@ -24,7 +25,10 @@ def ingress(outstanding: int, ttft: float, pause: float) -> IngressStats:
     requests = RequestStats()
     requests.first_token_s.observe(ttft)
     requests.end("stop", 5, 0.0, ttft, ttft + 0.4)
-    return IngressStats(outstanding, 1, requests, resubmitted=3, longest_pause_s=pause)
+    return IngressStats(
+        outstanding, 1, requests, resubmitted=3, longest_pause_s=pause, queued_tokens=100, capacity=20,
+        refused=outstanding, prompt_blocks=10, hit_blocks=4, routed={"a": outstanding, "b": 3},
+    )  # fmt: skip
 
 
 def samples(text: str) -> dict[str, float]:
@@ -44,6 +48,11 @@ def test_series_are_sums_over_all_replicas_and_the_longest_pause_of_any() -> Non
     assert found["vllm:kv_cache_usage_perc"] == 0.5
     assert found["nanoserve:ingress_outstanding"] == 9
     assert found["nanoserve:failovers_total"] == 6
+    assert (found["nanoserve:waiting_tokens"], found["nanoserve:queue_age_seconds"]) == (60, 2.5)
+    assert (found["nanoserve:ingress_queued_tokens"], found["nanoserve:ingress_capacity"]) == (200, 20)
+    assert found["nanoserve:ingress_refused_total"] == 9
+    assert (found["nanoserve:router_prompt_blocks_total"], found["nanoserve:router_hit_blocks_total"]) == (20, 8)
+    assert found["nanoserve:router_imbalance"] == 9 / 7.5, "9 requests to one and 6 to the other"
     assert found["nanoserve:failover_longest_pause_seconds"] == 1.5
     assert (found["nanoserve:engine_replicas"], found["nanoserve:ingress_replicas"]) == (2, 2)
     assert found["vllm:request_success_total,finished_reason=stop"] == 2
