@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray import cloudpickle
+from ray.serve._private.constants import (
+    CONTROL_LOOP_INTERVAL_S,
+    RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR,
+)
 from ray.serve.config import AutoscalingPolicy
 
 from app.autoscaling import SIGNALS, EnginePolicy, Load, Quiet, Targets, decide, load_of, needed
+from app.building import _replicas
+from app.door_reports import INTERVAL_S
+from app.settings import load_settings
 from app.signals import DOOR_REPORT_S, DoorReport, PrefillMeter, Signals
 from engine.outputs import EngineStats
 
@@ -215,3 +222,16 @@ def test_the_speed_of_prompts_is_read_while_more_of_them_wait() -> None:
         meter.read(second, stats(prompt_tokens=10_000, cached_prompt_tokens=2000))
     assert meter.used < 0.02
     assert meter.rate > 0
+
+
+def test_settings_make_the_deployment_autoscale_by_our_policy() -> None:
+    fixed = load_settings({"num_replicas": 3}, environ={})
+    assert _replicas(fixed) == {"num_replicas": 3}
+    bounds = load_settings({"max_replicas": 4, "min_replicas": 0, "target_ttft_s": 3}, environ={})
+    config = _replicas(bounds)["autoscaling_config"]
+    assert (config.min_replicas, config.max_replicas, config.upscale_delay_s) == (0, 4, 0)
+    # A door's report, a reading, a report to the controller and its decision, one after the other.
+    reading = config.look_back_period_s * RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR
+    assert INTERVAL_S + reading + config.metrics_interval_s + CONTROL_LOOP_INTERVAL_S < 2
+    policy = config.policy.get_policy()(**config.policy.policy_kwargs)
+    assert policy(context([report(running=16)]))[0] == 2
