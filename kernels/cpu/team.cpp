@@ -21,10 +21,10 @@ constexpr auto kHelperSpin = microseconds(100);
 constexpr auto kJoinSpin = microseconds(60);
 
 constexpr auto kWindow = microseconds(20'000);     // helpers are judged by what they did in such a time,
-constexpr auto kTrial = microseconds(4'000);       // or in this, after a time without them
+constexpr auto kTrial = microseconds(10'000);      // or in this, after a time without them: a few time slices
 constexpr auto kEvidence = microseconds(500);      // work of them, at least, that a judgement needs
 constexpr auto kShortestRest = microseconds(25'000);
-constexpr auto kLongestRest = microseconds(800'000);
+constexpr auto kLongestRest = microseconds(400'000);
 
 inline void relax() {
 #if defined(__x86_64__)

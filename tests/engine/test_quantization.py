@@ -17,6 +17,7 @@ from kernels.linear import PackedWeight
 from kernels.quantized_weight import QuantizedWeight
 from tests import tiny_models
 from tests.engine.build import build_engine
+from tests.kernels.weights import q4_1
 from tests.scripted import drain
 
 
@@ -89,6 +90,32 @@ def test_without_quantization_nothing_is_rounded(folder: Path) -> None:
     assert isinstance(packed, PackedWeight)
     loaded = {name: tensor.clone() for name, tensor in fresh_targets(folder).items()}
     assert torch.equal(packed.unpack(), loaded["model.layers.0.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_kept_as_codes_give_the_logits_of_float32(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_model_config(tiny_models.llama(tmp_path / "tiny", tie_word_embeddings=tied))
+    backend = select_backend("cpu", torch.float32, config.head_dim)
+
+    def made() -> Decoder:
+        torch.manual_seed(0)
+        model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
+        for name, target in model.targets().items():
+            target.copy_(torch.ones_like(target) if "norm" in name else q4_1(*target.shape) * 8)
+        model.pack()
+        return model
+
+    coded = made()
+    monkeypatch.setattr("kernels.linear.exact_codes", lambda weight: None)
+    monkeypatch.setattr("engine.models.decoder.exact_codes", lambda weight: None)
+    wide = made()
+    assert isinstance(coded.embedding, QuantizedWeight)
+    assert isinstance(wide.embedding, Tensor)
+    assert all(isinstance(layer.mlp.down.weight.data, QuantizedWeight) for layer in coded.layers)
+    tokens = torch.randint(3, 380, (50,), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(logits_of(coded, tokens), logits_of(wide, tokens))
 
 
 def fresh_targets(folder: Path) -> dict[str, Tensor]:

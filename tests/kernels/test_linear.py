@@ -121,3 +121,8 @@ def test_wrong_shapes_are_refused():
         linear(torch.zeros(2, 64), pack, torch.zeros(49))
     with pytest.raises(ValueError, match="packed weight of 500"):
         cpu_ops.linear(torch.zeros(2, 64), pack.data, 500, None)
+    coded = packed(q4_1(50, 64))
+    with pytest.raises(ValueError, match=r"k a multiple of 32"):
+        linear(torch.zeros(2, 63), coded)
+    with pytest.raises(ValueError, match=r"k up to 64 and above 32"):
+        linear(torch.zeros(2, 96), coded)
