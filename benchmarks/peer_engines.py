@@ -154,12 +154,12 @@ class LlamaBench:
         command = [str(self.programs / "llama-batched-bench"), "-m", str(self.model), "-npl", str(batch)]
         command += ["-npp", str(prompt), "-ntg", str(out), "-c", str(batch * (prompt + out) + 64)]
         command += ["-t", str(self.threads), "-tb", str(self.threads), "--output-format", "jsonl"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        found = re.search(r'^\{.*"speed_tg".*\}', done.stdout, re.MULTILINE)
-        if found is None:
-            raise RuntimeError(f"llama-batched-bench gave no figures:\n{done.stderr[-2000:]}")
-        figures = json.loads(found.group())
-        return Rates(float(figures["speed_pp"]), float(figures["speed_tg"]))
+        for _ in range(3):  # it sometimes ends before its log is written, and the figures with it
+            done = subprocess.run(command, capture_output=True, text=True)
+            if (found := re.search(r'^\{.*"speed_tg".*\}', done.stdout, re.MULTILINE)) is not None:
+                figures = json.loads(found.group())
+                return Rates(float(figures["speed_pp"]), float(figures["speed_tg"]))
+        raise RuntimeError(f"llama-batched-bench gave no figures:\n{done.stderr[-2000:]}")
 
     def seconds(self, prompts: list[list[int]], outs: list[int]) -> float | None:
         return None

@@ -39,8 +39,9 @@ def ratios(results: list[dict[str, Any]]) -> Any:
         shown = [(place, values[measure]) for place, measure in enumerate(measures) if values.get(measure) is not None]
         axes.bar(
             [place + (index - (len(bars) - 1) / 2) * width for place, _ in shown],
-            [value for _, value in shown],
+            [value - 1 for _, value in shown],  # from the line of equal speed, up or down
             width,
+            bottom=1,
             label=f"{peer}, {precision}",
             color=COLOURS[peer],
             hatch="//" if precision == "int8" else None,
@@ -48,7 +49,7 @@ def ratios(results: list[dict[str, Any]]) -> Any:
         )
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
-    axes.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+    axes.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
     axes.minorticks_off()
     axes.set_xticks(range(len(measures)), measures, rotation=30, ha="right")
     axes.set_ylabel("nanoserve / peer, tokens per second")

@@ -48,13 +48,20 @@ def serving(name: str, words: Sequence[str]) -> Iterator[tuple[int, str]]:
             words, stdout=log, stderr=log, cwd=root, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
         )
 
+        def said() -> str:
+            log.seek(0)
+            return log.read()[-4000:]
+
         def check() -> None:
             if process.poll() is not None:
-                log.seek(0)
-                raise RuntimeError(f"{name} ended with {process.returncode}:\n{log.read()[-4000:]}")
+                raise RuntimeError(f"{name} ended with {process.returncode}:\n{said()}")
 
         try:
-            yield PORTS[name], wait_until_served(PORTS[name], START_S, check)
+            try:
+                model = wait_until_served(PORTS[name], START_S, check)
+            except TimeoutError as error:
+                raise TimeoutError(f"{name}: {error}. It said:\n{said()}") from None
+            yield PORTS[name], model
         finally:
             stop(process)
 
