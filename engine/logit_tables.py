@@ -6,9 +6,9 @@ up to date on the device when a token has been chosen, so a step need not wait f
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.pinned import Upload
 from engine.step import NewBias, NewPenalties
 from kernels.sampler import penalise
 
@@ -20,8 +20,8 @@ class LogitTables:
     penalties: float32 [slots, 3]: presence, frequency, repetition.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, vocab_size: int, device: torch.device, upload: Upload) -> None:
+        self._tensor = upload
         self.bias = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.penalties = torch.zeros(0, 3, dtype=torch.float32, device=device)
@@ -35,7 +35,8 @@ class LogitTables:
     def set_penalties(self, new: NewPenalties) -> None:
         self.seen = _with_row(self.seen, new.slot)
         self.penalties = _with_row(self.penalties, new.slot)
-        self.penalties[new.slot] = torch.tensor([new.presence, new.frequency, new.repetition])
+        values = np.array([new.presence, new.frequency, new.repetition], dtype=np.float32)
+        self.penalties[new.slot] = self._tensor(values)
         counts = 2 * np.bincount(new.output_ids, minlength=self.seen.shape[1])
         counts[np.unique(new.prompt_ids)] += 1
         self.seen[new.slot] = self._tensor(counts.astype(np.int32))
@@ -52,9 +53,6 @@ class LogitTables:
     def count(self, tokens: Tensor, slots: Tensor) -> None:
         """Note the tokens [n] that the holders of `slots` [n] have just said."""
         self.seen[slots, tokens] += 2
-
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
 
 
 def _with_row(table: Tensor, row: int) -> Tensor:

@@ -2,48 +2,63 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.errors import ConfigError
+from engine.graph_runner import GraphRunner
 from engine.loader import load_weights, random_weights
-from engine.memory import GIB, num_kv_blocks
-from engine.model_config import ModelConfig, load_model_config
+from engine.memory import GIB, GpuMemory, num_kv_blocks, out_of_memory
+from engine.model_config import load_model_config
 from engine.models.decoder import Decoder
+from engine.padded_step import PaddedStep, is_decode, padded_sizes
+from engine.pinned import Download, HostResults, PinnedUpload, Results
 from engine.precision import choose_device, choose_precision
 from engine.runner import RunnerInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
-from engine.step import Logprobs, StepPlan, StepResult
-from engine.step_inputs import DeviceRows
+from engine.step import Logprobs, SamplingMode, StepPlan, StepResult
+from engine.step_inputs import DeviceRows, SampleInputs
+from engine.trial import measure_memory
 from kernels.attention import AttentionBackend, select_backend
-from kernels.sampler import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A launched step's results on the device. tokens: int64 [K]."""
+    """A launched step's results: the tokens' ids, then what of log probabilities it has, on their way to the host."""
 
-    tokens: Tensor
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: TokenLogprobs | None
+    results: Any
+    has_logprobs: bool = False
+    has_scores: bool = False
 
 
 class ModelRunner:
-    """A `Runner` for one device. Block tables and sampling parameters stay there in rows; a plan sends differences."""
+    """A `Runner` for one device. Block tables and sampling parameters stay there in rows; a plan sends differences.
+
+    cuda: `torch.cuda` or a stand-in for it, through which copies run beside the host; None: the device is the host.
+    """
 
     def __init__(
-        self, model: Decoder, backend: AttentionBackend, info: RunnerInfo, *, dtype: torch.dtype, device: torch.device
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        info: RunnerInfo,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        cuda: Any = None,
     ) -> None:
         self.info = info
         self.model = model
         self.device = device
+        self.dtype = dtype
+        self._cuda = cuda
         config = model.config
         try:
             self.caches = [
@@ -55,9 +70,21 @@ class ModelRunner:
                 f"a KV cache of {info.num_blocks} blocks of {info.block_size} tokens cannot be allocated: lower "
                 "kv_cache_memory_bytes or num_gpu_blocks_override"
             ) from error
-        self.rows = DeviceRows(info, device)
+        self.rows = DeviceRows(info, device, torch.from_numpy if cuda is None else PinnedUpload(device, cuda))
+        self._results: Results = HostResults() if cuda is None else Download(cuda)
+        self.padded: PaddedStep | None = None
+        self.graphs: GraphRunner | None = None
         # No more than sampling takes at its widest, which memory has been set aside for.
         self._prompt_rows = min(PROMPT_ROWS, max(info.max_num_seqs, 16))
+
+    @torch.inference_mode()
+    def pad_decodes(self, *, capture: bool) -> None:
+        """Run decode steps on static buffers from now on; capture: as CUDA graphs, which are made here."""
+        self.padded = PaddedStep(
+            self.model, self.caches, self.rows, self.info, dtype=self.dtype, device=self.device, cuda=self._cuda
+        )
+        if capture:
+            self.graphs = GraphRunner(self.padded, self._cuda)
 
     @classmethod
     def from_config(cls, config: EngineConfig, path: Path) -> Self:
@@ -82,7 +109,11 @@ class ModelRunner:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         block_size = config.block_size or backend.default_block_size
-        model = Decoder(model_config, backend, max_positions=max_model_len, dtype=dtype, device=device)
+        try:
+            model = Decoder(model_config, backend, max_positions=max_model_len, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            change = "choose a smaller model, or one whose weights are stored in fewer bits"
+            raise out_of_memory(f"the weights of {path.name} do", change, device) from error
         if config.load_format == "dummy":
             random_weights(model.targets(), config.seed)
         else:
@@ -92,13 +123,24 @@ class ModelRunner:
         budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
         layer_bytes = backend.kv_token_bytes(model_config.num_kv_heads, model_config.head_dim, dtype)
         token_bytes = model_config.num_layers * layer_bytes
-        num_blocks = num_kv_blocks(
-            config,
-            device,
-            bytes_per_block=token_bytes * block_size,
-            step_bytes=_step_bytes(model_config, budget, max_num_seqs, dtype),
+        info = RunnerInfo(
+            num_blocks=1,
             block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            device=str(device),
+            dtype=str(precision),
         )
+        cuda = torch.cuda if device.type == "cuda" else None
+        # A backend that reads a step's lengths on the host cannot be captured.
+        capture = cuda is not None and not config.enforce_eager and backend.name != "torch"
+        gpu = None if cuda is None else cls._measure(model, backend, info, dtype=dtype, device=device)
+        num_graphs = len(padded_sizes(max_num_seqs)) * (1 + len(SamplingMode)) if capture else 0
+        num_blocks = num_kv_blocks(config, gpu, num_graphs, token_bytes * block_size)
+        info = replace(info, num_blocks=num_blocks)
         logger.info(
             "%s on %s in %s, attention by %s (%s), KV cache of %d tokens in %d blocks (%.2f GiB)",
             path.name,
@@ -110,49 +152,78 @@ class ModelRunner:
             num_blocks,
             num_blocks * block_size * token_bytes / GIB,
         )
-        info = RunnerInfo(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=max_model_len,
-            vocab_size=model_config.vocab_size,
-            eos_token_ids=model_config.eos_token_ids,
-            device=str(device),
-            dtype=str(precision),
-        )
-        return cls(model, backend, info, dtype=dtype, device=device)
+        runner = cls(model, backend, info, dtype=dtype, device=device, cuda=cuda)
+        if capture:
+            runner.pad_decodes(capture=True)
+        return runner
+
+    @classmethod
+    def _measure(
+        cls, model: Decoder, backend: AttentionBackend, info: RunnerInfo, *, dtype: torch.dtype, device: torch.device
+    ) -> GpuMemory:
+        """What steps take, with a cache of one block."""
+        trial = cls(model, backend, info, dtype=dtype, device=device, cuda=torch.cuda)
+        try:
+            return measure_memory(trial, info, device)
+        except torch.OutOfMemoryError as error:
+            what = f"weights and a step of {info.max_num_batched_tokens} tokens for {info.max_num_seqs} sequences do"
+            raise out_of_memory(what, "lower max_num_batched_tokens or max_num_seqs", device) from error
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step; the ticket holds its results on the device."""
+        try:
+            if self.padded is not None and is_decode(plan):
+                return self._launch_decode(plan, self.padded)
+            return self._launch(plan)
+        except torch.OutOfMemoryError:
+            if self._cuda is not None:
+                self._cuda.empty_cache()  # what lies about in pieces may be what the next step lacks
+            raise
+
+    def _launch(self, plan: StepPlan) -> Ticket:
         inputs = self.rows.inputs(plan)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self.caches, inputs.metadata)
+        return self._sample(plan, hidden, inputs.sample_at, inputs.sampling)
+
+    def _launch_decode(self, plan: StepPlan, padded: PaddedStep) -> Ticket:
+        size = padded.fill(plan)
+        run = self.graphs or padded
+        run.forward(size)
+        if plan.extras is None and plan.forbidden is None:
+            self._results.before_overwrite()
+            run.sample(size, plan.mode)
+            return Ticket(self._results.start([padded.tokens[: len(plan.rows)]]))
+        # What only some rows need is of another shape in each step.
+        return self._sample(plan, padded.hidden[: len(plan.rows)], None, padded.sample_inputs(plan))
+
+    def _sample(self, plan: StepPlan, hidden: Tensor, sample_at: Tensor | None, sampling: SampleInputs) -> Ticket:
+        """hidden: [T, hidden]; sample_at: the K among them that are sampled from, None for all."""
         scores = None
-        if inputs.extras is not None and inputs.extras.prompt_scores is not None:
-            scores = score_prompt(self.model.logits, hidden, inputs.extras.prompt_scores, self._prompt_rows)
-        if not len(plan.sample):  # chunks of prompts only
-            return Ticket(torch.empty(0, dtype=torch.int64), None, scores)
-        logits = self.model.logits(hidden[inputs.sample_at])
-        tokens, logprobs = sample(logits, inputs, self.rows, plan.mode)
-        self.rows.last_tokens[inputs.sample_rows] = tokens
-        return Ticket(tokens, logprobs, scores)
+        if sampling.extras is not None and sampling.extras.prompt_scores is not None:
+            scores = score_prompt(self.model.logits, hidden, sampling.extras.prompt_scores, self._prompt_rows)
+        results: list[Tensor] = []
+        logprobs = None
+        if len(plan.sample):
+            logits = self.model.logits(hidden if sample_at is None else hidden[sample_at])
+            tokens, logprobs = sample(logits, sampling, self.rows, plan.mode)
+            self.rows.last_tokens[sampling.rows] = tokens
+            results.append(tokens)
+        else:  # chunks of prompts only
+            results.append(torch.empty(0, dtype=torch.int64, device=self.device))
+        for found in (logprobs, scores):
+            if found is not None:
+                results += (found.token_ids, found.logprobs, found.ranks)
+        return Ticket(self._results.start(results), logprobs is not None, scores is not None)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        return StepResult(ticket.tokens.cpu().numpy(), _on_host(ticket.logprobs), _on_host(ticket.prompt_logprobs))
+        tokens, *rest = self._results.finish(ticket.results)
+        logprobs = Logprobs(*rest[:3]) if ticket.has_logprobs else None
+        return StepResult(tokens, logprobs, Logprobs(*rest[-3:]) if ticket.has_scores else None)
 
     def close(self) -> None:
+        if self.graphs is not None:
+            self.graphs.close()
+        self.graphs = self.padded = None
         self.caches = []
         self.__dict__.pop("model", None)
-
-
-def _on_host(logprobs: TokenLogprobs | None) -> Logprobs | None:
-    if logprobs is None:
-        return None
-    return Logprobs(logprobs.token_ids.cpu().numpy(), logprobs.logprobs.cpu().numpy(), logprobs.ranks.cpu().numpy())
-
-
-def _step_bytes(config: ModelConfig, num_tokens: int, num_rows: int, dtype: torch.dtype) -> int:
-    """Memory of the largest step: the widest activations twice over, and logits with the sampler's copies."""
-    width = 2 * config.intermediate_size + config.hidden_size * 4 + config.num_heads * config.head_dim * 2
-    return 2 * num_tokens * width * dtype.itemsize + 4 * num_rows * config.vocab_size * 4

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from engine.step import SamplingMode
-from engine.step_inputs import DeviceRows, PromptScoreInputs, StepInputs
+from engine.step_inputs import DeviceRows, PromptScoreInputs, SampleInputs
 from kernels.argmax import argmax
 from kernels.bitmask import apply_bitmask
-from kernels.sampler import TokenLogprobs, draw, lowest_kept, token_logprobs, uniform
+from kernels.sampler import CANDIDATES, TokenLogprobs, draw, lowest_kept, token_logprobs, uniform
 
 PROMPT_ROWS = 256
 """Prompt tokens scored at once, at most: their logits are as wide as the vocabulary."""
 
 
 def sample(
-    logits: Tensor, inputs: StepInputs, rows: DeviceRows, mode: SamplingMode
+    logits: Tensor, inputs: SampleInputs, rows: DeviceRows, mode: SamplingMode
 ) -> tuple[Tensor, TokenLogprobs | None]:
     """logits: float32 [K, vocab], changed in place -> token ids int64 [K], and log probabilities where asked for.
 
@@ -34,10 +34,10 @@ def sample(
             at, masks = extras.masked
             apply_bitmask(logits, masks, None if len(at) == len(logits) else at)
     if inputs.forbidden is not None:
-        logits[inputs.forbidden] = -torch.inf
+        logits.index_put_(inputs.forbidden, logits.new_full((), -torch.inf))  # a plain number would come from the host
     if extras is not None and extras.penalised is not None:
         tables.penalise(logits, *extras.penalised)
-    tokens = _choose(logits, inputs, rows, mode)
+    tokens = choose(logits, inputs.rows, inputs.positions, rows, mode)
     if extras is None:
         return tokens, None
     if extras.penalised is not None:
@@ -48,19 +48,25 @@ def sample(
     return tokens, token_logprobs(raw, tokens[extras.logprobs], extras.num_top)
 
 
-def _choose(logits: Tensor, inputs: StepInputs, rows: DeviceRows, mode: SamplingMode) -> Tensor:
-    """logits: float32 [K, vocab], changed in place -> token ids int64 [K]."""
+def choose(
+    logits: Tensor, at: Tensor, positions: Tensor, rows: DeviceRows, mode: SamplingMode, *, unseen: bool = False
+) -> Tensor:
+    """logits: float32 [K, vocab], changed in place; at: their rows, and positions of the tokens to come, int64 [K]
+    -> token ids int64 [K].
+
+    unseen: nothing may depend on a look at the values, as in a captured graph; so filters sort whole rows.
+    """
     best = argmax(logits)
     if mode is SamplingMode.GREEDY:
         return best
-    at = inputs.sample_rows
     temperature = rows.temperature[at]
     greedy = temperature == 0
     logits.div_(torch.where(greedy, 1.0, temperature)[:, None])
     if mode is SamplingMode.FULL:
-        low = lowest_kept(logits, rows.top_k[at], rows.top_p[at], rows.min_p[at])
+        candidates = logits.shape[-1] if unseen else CANDIDATES
+        low = lowest_kept(logits, rows.top_k[at], rows.top_p[at], rows.min_p[at], candidates)
         logits.masked_fill_(logits < low, -torch.inf)
-    tokens = draw(logits, uniform(rows.seed[at], inputs.sample_positions))
+    tokens = draw(logits, uniform(rows.seed[at], positions))
     return torch.where(greedy, best, tokens)
 
 

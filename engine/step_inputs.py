@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.logit_tables import LogitTables
+from engine.pinned import Upload
 from engine.runner import RunnerInfo
-from engine.step import Extras, Ints, RowParams, StepPlan
+from engine.step import BlockUpdates, Ints, RowParams, StepPlan
 from kernels.attention import AttentionMetadata
 
 
@@ -38,22 +38,31 @@ class ExtraInputs:
 
 
 @dataclass(slots=True)
-class StepInputs:
-    """What forward and sampling read. T tokens; K sequences that sample, by row, last token and position to come.
+class SampleInputs:
+    """K sequences that sample, by row and position of the token to come: int64 [K] each.
 
-    token_ids, positions: [T] int64. sample_rows, sample_at, sample_positions: [K] int64; sample_at indexes T.
     forbidden: index into K and token id, [F] each.
     extras: what only some rows need; None in a step where none does.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    forbidden: tuple[Tensor, Tensor] | None
+    extras: ExtraInputs | None
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What forward and sampling read, of T tokens. token_ids, positions: [T] int64.
+
+    sample_at: [K] int64, which of the T are the last of a sequence that samples.
     """
 
     token_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
-    sample_rows: Tensor
     sample_at: Tensor
-    sample_positions: Tensor
-    forbidden: tuple[Tensor, Tensor] | None
-    extras: ExtraInputs | None
+    sampling: SampleInputs
 
 
 @dataclass(slots=True)
@@ -71,17 +80,19 @@ class _Places:
 
 
 class DeviceRows:
-    """The device's half of the persistent batch: R rows that a plan changes by differences.
+    """The device's half of the persistent batch: R rows that a plan changes by differences, and one for padding.
 
-    block_tables: int32 [R, max_blocks].
-    last_tokens: int64 [R], the token each row sampled last: the next step may start before the host has seen it.
-    temperature, top_p, min_p: float32 [R]; top_k: int32 [R]; seed: int64 [R].
+    padding_row: R; what is written to it is never read, and it samples greedily.
+    block_tables: int32 [R + 1, max_blocks].
+    last_tokens: int64 [R + 1], the token each row sampled last: the next step may start before the host has seen it.
+    temperature, top_p, min_p: float32 [R + 1]; top_k: int32 [R + 1]; seed: int64 [R + 1].
     tables: what is as wide as the vocabulary, for rows that need it.
     """
 
-    def __init__(self, info: RunnerInfo, device: torch.device) -> None:
-        rows = info.max_num_seqs
-        self.device = device
+    def __init__(self, info: RunnerInfo, device: torch.device, upload: Upload = torch.from_numpy) -> None:
+        self.padding_row = info.max_num_seqs
+        rows = info.max_num_seqs + 1
+        self._tensor = upload
         self.block_tables = torch.zeros(
             rows, -(-info.max_model_len // info.block_size), dtype=torch.int32, device=device
         )
@@ -91,16 +102,14 @@ class DeviceRows:
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.tables = LogitTables(info.vocab_size, device)
+        self.tables = LogitTables(info.vocab_size, device, upload)
         self._last_places: _Places | None = None
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Apply the plan's differences and make its tensors."""
-        updates = plan.block_updates
-        if len(updates.rows):
-            self.block_tables[self._tensor(updates.rows), self._tensor(updates.columns)] = self._tensor(updates.blocks)
+        self.update_blocks(plan.block_updates)
         if plan.new_rows is not None:
-            self._set_params(plan.new_rows)
+            self.set_params(plan.new_rows)
         where = self._places(plan)
         token_ids = self._tensor(plan.token_ids.astype(np.int64))
         if plan.pending is not None:
@@ -120,14 +129,23 @@ class DeviceRows:
             token_ids=token_ids,
             positions=self._tensor(plan.positions.astype(np.int64)),
             metadata=metadata,
-            sample_rows=where.sample_rows,
             sample_at=where.sample_at,
-            sample_positions=self._tensor(positions.astype(np.int64)),
-            forbidden=None
-            if plan.forbidden is None
-            else (self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1])),
-            extras=None if plan.extras is None else self._extras(plan.extras),
+            sampling=SampleInputs(
+                rows=where.sample_rows,
+                positions=self._tensor(positions.astype(np.int64)),
+                forbidden=self.forbidden(plan),
+                extras=self.extras(plan),
+            ),
         )
+
+    def forbidden(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        if plan.forbidden is None:
+            return None
+        return self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1])
+
+    def update_blocks(self, updates: BlockUpdates) -> None:
+        if len(updates.rows):
+            self.block_tables[self._tensor(updates.rows), self._tensor(updates.columns)] = self._tensor(updates.blocks)
 
     def _places(self, plan: StepPlan) -> "_Places":
         """Tensors of which rows and tokens take part; those of the last plan if it had the very same arrays."""
@@ -148,7 +166,10 @@ class DeviceRows:
         )
         return places
 
-    def _extras(self, extras: Extras) -> ExtraInputs:
+    def extras(self, plan: StepPlan) -> ExtraInputs | None:
+        extras = plan.extras
+        if extras is None:
+            return None
         for bias in extras.new_biases:
             self.tables.set_bias(bias)
         for penalties in extras.new_penalties:
@@ -174,14 +195,10 @@ class DeviceRows:
     def _index_pair(self, pair: tuple[Ints, Ints]) -> tuple[Tensor, Tensor]:
         return self._tensor(pair[0].astype(np.int64)), self._tensor(pair[1].astype(np.int64))
 
-    def _set_params(self, new: RowParams) -> None:
+    def set_params(self, new: RowParams) -> None:
         rows = self._tensor(new.rows)
         self.temperature[rows] = self._tensor(new.temperature)
         self.top_p[rows] = self._tensor(new.top_p)
         self.min_p[rows] = self._tensor(new.min_p)
         self.top_k[rows] = self._tensor(new.top_k)
         self.seed[rows] = self._tensor(new.seed)
-
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
