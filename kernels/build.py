@@ -25,13 +25,14 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from torch.utils import cpp_extension
 
 from kernels.cache_dir import cache_dir
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
+TORCH = Path(torch.__file__).parent
+"""torch.utils.cpp_extension says the same, but needs setuptools, which a bare image lacks."""
 LIBRARY = "nanoserve_cpu.so"
 COMPILERS = ("g++", "clang++", "c++")
 
@@ -105,13 +106,13 @@ def _isas() -> tuple[str, ...]:
 
 
 def _torch_flags() -> tuple[str, ...]:
-    includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    include = TORCH / "include"
+    includes = [f"-isystem{path}" for path in (include, include / "torch/csrc/api/include")]
     return (*includes, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
 
 
 def _link_flags() -> tuple[str, ...]:
-    folders = [f"-L{path}" for path in cpp_extension.library_paths()]
-    return ("-shared", "-pthread", *folders, "-ltorch", "-ltorch_cpu", "-lc10")
+    return ("-shared", "-pthread", f"-L{TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
 
 
 def _source_key() -> str:

@@ -3,9 +3,13 @@
 import os
 from pathlib import Path
 
-from platformdirs import user_cache_dir
-
 
 def cache_dir() -> Path:
     """`NANOSERVE_CACHE`, or the user's cache folder. It may not exist yet."""
-    return Path(os.environ.get("NANOSERVE_CACHE") or user_cache_dir("nanoserve")).expanduser()
+    if chosen := os.environ.get("NANOSERVE_CACHE"):
+        return Path(chosen).expanduser()
+    try:
+        from platformdirs import user_cache_dir
+    except ModuleNotFoundError:  # a bare CUDA image
+        return Path("~/.cache/nanoserve").expanduser()
+    return Path(user_cache_dir("nanoserve"))

@@ -1,0 +1,64 @@
+"""The engine runs where only torch, triton, transformers, safetensors and numpy are installed: a bare CUDA image."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+from tests import tiny_models
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = ("torch", "triton", "transformers", "safetensors", "numpy")
+
+PROGRAM = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+
+from engine import LLM, SamplingParams
+
+llm = LLM(FOLDER, load_format="dummy", device="cpu", num_gpu_blocks_override=32, swap_space=0.001, num_threads=1)
+outputs = llm.generate(["a fox", [5, 6, 7]], SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=5))
+print(*(len(output.outputs[0].token_ids) for output in outputs))
+llm.close()
+"""
+
+
+def names_needed(name: str, seen: set[str]) -> set[str]:
+    """Distributions that come with `name`, itself among them."""
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    if name not in seen:
+        try:
+            lines = requires(name) or []
+        except PackageNotFoundError:
+            return seen
+        seen.add(name)
+        for line in lines:
+            # torch asks for setuptools for its compiler of extensions alone, and images leave it out.
+            if "extra ==" not in line and not line.startswith("setuptools"):
+                names_needed(re.match(r"[\w.-]+", line)[0], seen)
+    return seen
+
+
+def test_the_engine_runs_on_five_packages(tmp_path: Path) -> None:
+    needed: set[str] = set()
+    for name in INSTALLED:
+        names_needed(name, needed)
+    blocked = {
+        module
+        for module, owners in packages_distributions().items()
+        if not any(re.sub(r"[-_.]+", "-", owner).lower() in needed for owner in owners)
+    }
+    blocked -= {"app", "engine", "kernels", "benchmarks", "tests"}
+    assert {"setuptools", "ray", "gguf", "llguidance", "starlette", "platformdirs"} <= blocked
+    folder = tiny_models.llama(tmp_path / "model")
+    program = f"BLOCKED, FOLDER = {blocked!r}, {str(folder)!r}\n{PROGRAM}"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[-2:] == ["5", "5"]
