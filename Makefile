@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment inside the clone. Each target is idempotent.
 #
 #   make serve    environment, C++ kernels, default model, then `serve run app:deployment`
+#   make gpu-check   what only a GPU can show, with the Python that runs it: a CUDA image needs nothing installed
 #   make test     environment with test extras, then lint, types and the whole suite
 #   make conformance    other people's suites and the official clients against the running application
 #
@@ -16,7 +17,7 @@ TORCH := torch>=2.11,<2.14
 
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test lint bench conformance build clean
+.PHONY: serve test lint bench conformance gpu-check build clean
 
 serve: build
 	$(BIN)/serve run $(if $(ARGS),app:build $(ARGS),app:deployment)
@@ -35,6 +36,10 @@ bench: build
 
 conformance: $(VENV)/.test build
 	$(BIN)/python -m tests.conformance $(SUITES)
+
+# With the environment if there is one, else with PYTHON as it is.
+gpu-check:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
 
 build: $(VENV)/.serve
 	$(BIN)/nanoserve build

@@ -1,0 +1,173 @@
+"""What only a GPU can show, in under ten minutes, on one page: `make gpu-check`.
+
+    python -m benchmarks.gpu_check [--out PAGE] [--minutes 9.5]
+
+Runs tests/gpu, the kernels' times over their roofline (`benchmarks.kernels_gpu`), nano-vllm's benchmark on a model of
+Qwen3-0.6B's shape (bfloat16 and fp8 KV), and the same at a quarter of the size with one feature less at a time. Each
+result is on the page as soon as it is known, so a run that is cut off keeps what it had; one that fails is named there
+and the others go on. Needs torch, triton, transformers, safetensors, numpy and pytest, and no network.
+
+Exit code: 0 all well, 1 something failed, 2 no CUDA device.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+
+Job = dict[str, Any]
+
+FULL = {"requests": 256, "longest": 1024}
+QUARTER = {"requests": 128, "longest": 512}
+LOADS: dict[str, Job] = {
+    "bfloat16 KV": FULL,
+    "fp8 KV": {**FULL, "settings": {"kv_cache_dtype": "fp8"}},
+}
+ABLATION: dict[str, Job] = {
+    "everything on": QUARTER,
+    "no CUDA graphs": {**QUARTER, "settings": {"enforce_eager": True}},
+    "no overlap": {**QUARTER, "settings": {"async_scheduling": False}},
+    "torch.compile": {**QUARTER, "settings": {"compilation": True}},
+    "no fused elementwise kernels": {**QUARTER, "references": True},
+}
+LOAD_COLUMNS = ("out_tok_s", "floor_tok_s", "share_of_floor", "seconds", "batch1_step_us", "batch1_over_weights",
+                "copy_gb_s", "kv_blocks", "preemptions", "start_s")  # fmt: skip
+KERNEL_COLUMNS = ("name", "shape", "us", "floor_us", "share", "gb_per_s", "tflop_per_s")
+
+
+class Page:
+    """A page of Markdown that is written line by line. end: seconds on `time.monotonic` when the run must be over."""
+
+    def __init__(self, path: Path, end: float) -> None:
+        self.path = path
+        self.end = end
+        self.failures: list[str] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, *lines: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        print(*lines, sep="\n", flush=True)
+
+    def row(self, *cells: object) -> None:
+        self.write("| " + " | ".join(str(cell) for cell in cells) + " |")
+
+    def header(self, *cells: str) -> None:
+        self.row(*cells)
+        self.write("|" + "---|" * len(cells))
+
+    def seconds_left(self, at_most: float) -> float:
+        return min(at_most, self.end - time.monotonic())
+
+    def attempt(self, title: str, run: Callable[[], None]) -> None:
+        """Write what `run` writes; what goes wrong in it is written too, and is no reason to stop."""
+        if self.seconds_left(1) <= 0:
+            self.failures.append(title)
+            self.write("", f"**{title}: no time left.**")
+            return
+        try:
+            run()
+        except Exception as error:
+            self.failures.append(title)
+            self.write("", f"**{title} failed: {type(error).__name__}: {' '.join(str(error).split())[-400:]}**", "")
+
+
+def describe(page: Page) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    with contextlib.suppress(ImportError):
+        import triton
+
+        page.write(f"triton {triton.__version__}, ")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    page.write(
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.total_memory / 2**30:.1f} GiB, torch {torch.__version__}, commit {commit or 'unknown'}"
+    )
+
+
+def run_tests(page: Page) -> None:
+    page.write("", "## tests/gpu", "")
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--confcutdir=tests/gpu", "-q", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=page.seconds_left(180)
+    )
+    lines = result.stdout.splitlines()
+    page.write(*[line for line in lines if line.startswith(("FAILED", "ERROR"))], *lines[-1:])
+    if result.returncode != 0:
+        raise RuntimeError(f"pytest ended with {result.returncode}: {result.stderr[-200:]}")
+
+
+def run_kernels(page: Page) -> None:
+    page.write("", "## Kernels over their roofline", "")
+    rows = importlib.import_module("benchmarks.kernels_gpu").main(page.seconds_left(90))
+    page.header(*KERNEL_COLUMNS)
+    for row in rows:
+        page.row(*(_short(row.get(column)) for column in KERNEL_COLUMNS))
+
+
+def run_loads(page: Page, title: str, jobs: dict[str, Job], seconds: float) -> None:
+    page.write("", f"## {title}", "")
+    page.header("", *LOAD_COLUMNS)
+    for name, job in jobs.items():
+        page.attempt(f"{title}, {name}", lambda name=name, job=job: _run_load(page, name, job, seconds))
+
+
+def _run_load(page: Page, name: str, job: Job, seconds: float) -> None:
+    """In a process of its own, so that nothing of one run is left in the next."""
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_load", json.dumps(job)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=page.seconds_left(seconds),
+    )
+    if result.returncode != 0:
+        raise RuntimeError(result.stderr)
+    figures = json.loads(result.stdout.splitlines()[-1])
+    page.row(name, *(_short(figures[column]) for column in LOAD_COLUMNS))
+
+
+def _short(value: object) -> object:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    today = datetime.date.today().isoformat()
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{today}-gpu-check.md", help="page to append to")
+    parser.add_argument("--minutes", type=float, default=9.5, help="time for all of it")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("gpu-check: no CUDA device that torch can use, so nothing was run", file=sys.stderr)
+        return 2
+    page = Page(args.out, time.monotonic() + 60 * args.minutes)
+    page.write(f"# GPU check, {datetime.datetime.now().isoformat(timespec='minutes')}", "")
+    page.attempt("device", lambda: describe(page))
+    page.attempt("tests/gpu", lambda: run_tests(page))
+    run_loads(page, "256 requests, 100-1024 tokens in and out", LOADS, 100)
+    page.attempt("kernels", lambda: run_kernels(page))
+    run_loads(page, "One feature less: 128 requests, 100-512 tokens", ABLATION, 60)
+    failed = ", ".join(page.failures)
+    page.write("", f"Failed: {failed}." if failed else "All of it ran.")
+    return 1 if page.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
