@@ -56,6 +56,10 @@ class BlockManager:
         """How many of `blocks` would leave the available ones if they were taken."""
         return sum(1 for block in blocks if self._holders[block] == 0)
 
+    def count_shared(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are held more than once."""
+        return sum(1 for block in blocks if self._holders[block] > 1)
+
     def take(self, blocks: Iterable[int]) -> None:
         """Hold blocks that `lookup` has found."""
         for block in blocks:

@@ -34,7 +34,11 @@ class EngineConfig:
     num_gpu_blocks_override: KV cache size in blocks, over both settings above.
     max_num_seqs: sequences that run at once.
     max_num_batched_tokens: tokens that one step computes at most; a longer prompt is cut in chunks of it.
+    enforce_eager: run decode steps without CUDA graphs.
+    compilation: compile the forward with torch.compile, on a GPU; the start takes a minute longer.
     async_scheduling: plan and launch a step while the one before it runs; by default on a GPU.
+    swap_space: GiB of host memory for the KV of preempted requests, which come back from there where a copy costs less
+        than computing again; 0: none.
     block_size: tokens a KV block; 0 is the attention backend's choice.
     seed: of dummy weights.
     num_threads: threads of a CPU engine; 0 is one for each core that this process may use.
@@ -54,10 +58,12 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    swap_space: float = 0.0
     block_size: int = 0
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    compilation: bool = False
     async_scheduling: bool | None = None
     seed: int = 0
     num_threads: int = 0
@@ -76,7 +82,13 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
-        for name in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "trust_remote_code"):
+        for name in (
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "enforce_eager",
+            "compilation",
+            "trust_remote_code",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.async_scheduling not in (None, True, False):
@@ -85,6 +97,8 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
+        if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, int | float) or self.swap_space < 0:
+            raise ConfigError(f"swap_space must be a number of GiB, 0 or more, got {self.swap_space!r}")
         for name, allowed in (
             ("load_format", ("auto", "dummy")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),

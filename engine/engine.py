@@ -83,6 +83,7 @@ class Engine:
             max_total_tokens=longest,
             enable_chunked_prefill=enable_chunked_prefill,
             enable_prefix_caching=enable_prefix_caching,
+            swap=info.swap,
         )
         self.info = EngineInfo(
             model_path=model_path,
@@ -330,11 +331,13 @@ class Engine:
             live_blocks=blocks.num_live,
             cached_blocks=blocks.num_cached,
             free_blocks=blocks.num_free,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            prompt_tokens=scheduler.admission.num_prompt_tokens,
+            cached_prompt_tokens=scheduler.admission.num_cached_prompt_tokens,
             generation_tokens=scheduler.num_generated_tokens,
             preemptions=scheduler.num_preemptions,
             steps=self._steps,
+            swap_out_bytes=0 if scheduler.swap is None else scheduler.swap.bytes_out,
+            swap_in_bytes=0 if scheduler.swap is None else scheduler.swap.bytes_in,
             slots_used=scheduler.slots_used(),
         )
 

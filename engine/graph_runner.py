@@ -59,7 +59,8 @@ class GraphRunner:
         return len(self._forward) + len(self._sample)
 
     def close(self) -> None:
-        """Free the graphs and their pool; idempotent. None of them may be running."""
+        """Free the graphs and their pool; idempotent."""
+        self._cuda.synchronize()  # one may still be running
         for graph in (*self._forward.values(), *self._sample.values()):
             graph.reset()
         self._forward.clear()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.pinned import Upload
 from engine.step import NewBias, NewPenalties
-from kernels.sampler import penalise
+from kernels.sampler import penalise_rows
 
 
 class LogitTables:
@@ -47,8 +47,7 @@ class LogitTables:
 
     def penalise(self, logits: Tensor, at: Tensor, slots: Tensor) -> None:
         """As `add_bias`."""
-        presence, frequency, repetition = self.penalties[slots].split(1, dim=1)
-        logits[at] = penalise(logits[at], self.seen[slots], presence, frequency, repetition)
+        penalise_rows(logits, at, self.seen, slots, self.penalties)
 
     def count(self, tokens: Tensor, slots: Tensor) -> None:
         """Note the tokens [n] that the holders of `slots` [n] have just said."""

@@ -8,7 +8,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from engine.block_copies import HostBlocks, block_bytes
+from engine.compilation import CompiledForward
 from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.errors import ConfigError
 from engine.graph_runner import GraphRunner
@@ -19,11 +22,11 @@ from engine.models.decoder import Decoder
 from engine.padded_step import PaddedStep, is_decode, padded_sizes
 from engine.pinned import Download, HostResults, PinnedUpload, Results
 from engine.precision import choose_device, choose_precision
-from engine.runner import RunnerInfo
+from engine.runner import RunnerInfo, SwapInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
 from engine.step import Logprobs, SamplingMode, StepPlan, StepResult
 from engine.step_inputs import DeviceRows, SampleInputs
-from engine.trial import measure_memory
+from engine.trial import measure_memory, seconds_per_token, trial_plan
 from kernels.attention import AttentionBackend, select_backend
 
 logger = logging.getLogger(__name__)
@@ -72,6 +75,7 @@ class ModelRunner:
             ) from error
         self.rows = DeviceRows(info, device, torch.from_numpy if cuda is None else PinnedUpload(device, cuda))
         self._results: Results = HostResults() if cuda is None else Download(cuda)
+        self.host_blocks: HostBlocks | None = None
         self.padded: PaddedStep | None = None
         self.graphs: GraphRunner | None = None
         # No more than sampling takes at its widest, which memory has been set aside for.
@@ -98,6 +102,8 @@ class ModelRunner:
         dtype = precision.dtype
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        if config.compilation and device.type == "cpu":
+            raise ConfigError("compilation is for a GPU: on a CPU the C++ kernels are faster")
         max_model_len = config.max_model_len or model_config.max_position_embeddings
         if max_model_len > model_config.max_position_embeddings:
             raise ConfigError(
@@ -135,9 +141,15 @@ class ModelRunner:
             dtype=str(precision),
         )
         cuda = torch.cuda if device.type == "cuda" else None
-        # A backend that reads a step's lengths on the host cannot be captured.
-        capture = cuda is not None and not config.enforce_eager and backend.name != "torch"
-        gpu = None if cuda is None else cls._measure(model, backend, info, dtype=dtype, device=device)
+        # What looks at the device cannot be captured: torch's attention at lengths, experts at what was routed to them.
+        looks = backend.name == "torch" or any(layer.sparse for layer in model_config.layers)
+        capture = cuda is not None and not config.enforce_eager and not looks
+        if cuda is not None and looks and not config.enforce_eager:
+            logger.warning("no CUDA graphs: attention or experts of this model wait for the GPU; decode steps are slow")
+        # Where prompts are computed whole, a step may have the longest one beside every decode.
+        most = budget if config.enable_chunked_prefill else max(budget, max_model_len + max_num_seqs)
+        largest = replace(info, max_num_batched_tokens=most)
+        gpu = None if cuda is None else cls._measure(model, backend, largest, dtype=dtype, device=device)
         num_graphs = len(padded_sizes(max_num_seqs)) * (1 + len(SamplingMode)) if capture else 0
         num_blocks = num_kv_blocks(config, gpu, num_graphs, token_bytes * block_size)
         info = replace(info, num_blocks=num_blocks)
@@ -153,6 +165,10 @@ class ModelRunner:
             num_blocks * block_size * token_bytes / GIB,
         )
         runner = cls(model, backend, info, dtype=dtype, device=device, cuda=cuda)
+        if config.compilation:
+            runner.compile_forward()
+        if config.swap_space:
+            runner.add_swap_space(int(config.swap_space * GIB))
         if capture:
             runner.pad_decodes(capture=True)
         return runner
@@ -169,10 +185,43 @@ class ModelRunner:
             what = f"weights and a step of {info.max_num_batched_tokens} tokens for {info.max_num_seqs} sequences do"
             raise out_of_memory(what, "lower max_num_batched_tokens or max_num_seqs", device) from error
 
+    def compile_forward(self, backend: str = "inductor") -> None:
+        """Run the forward as torch.compile makes it from now on; all compiling is done here."""
+        self.model.forward = CompiledForward(self.model, backend)  # type: ignore[method-assign]
+        # A graph for any number of tokens comes from the first; one token and two show what is special about one.
+        for num_tokens in tqdm((min(self.info.max_num_batched_tokens, 64), 2, 1), desc="compiling", unit="shape"):
+            self.launch(trial_plan(self.info, num_tokens))
+
+    @torch.inference_mode()
+    def add_swap_space(self, num_bytes: int) -> None:
+        """Take host memory for preempted requests' blocks, and measure what a copy and what computing again costs.
+
+        Raises `ConfigError` when it holds no block or cannot be pinned.
+        """
+        info, size = self.info, block_bytes(self.caches)
+        num_blocks = num_bytes // size
+        if num_blocks < 1:
+            raise ConfigError(
+                f"swap_space holds no block: it is {num_bytes / GIB:.4f} GiB, and one block takes {size / GIB:.4f}"
+            )
+        self.host_blocks = HostBlocks(self.caches, num_blocks, self.rows.upload, self._cuda)
+        most = info.max_num_batched_tokens if self._cuda is not None else min(info.max_num_batched_tokens, 64)
+        self.launch(trial_plan(info, most))  # warms up
+        swap = SwapInfo(
+            num_blocks=num_blocks,
+            block_bytes=size,
+            seconds_per_block=self.host_blocks.seconds_per_block(min(num_blocks, 16)),
+            seconds_per_token=seconds_per_token(self, info, most),
+        )
+        self.info = replace(info, swap=swap)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step; the ticket holds its results on the device."""
         try:
+            if plan.copies is not None:
+                assert self.host_blocks is not None
+                self.host_blocks.copy(plan.copies)
             if self.padded is not None and is_decode(plan):
                 return self._launch_decode(plan, self.padded)
             return self._launch(plan)
@@ -224,6 +273,8 @@ class ModelRunner:
     def close(self) -> None:
         if self.graphs is not None:
             self.graphs.close()
-        self.graphs = self.padded = None
+        if self.host_blocks is not None:
+            self.host_blocks.close()
+        self.graphs = self.padded = self.host_blocks = None
         self.caches = []
         self.__dict__.pop("model", None)

@@ -82,6 +82,8 @@ class EngineStats:
     generation_tokens: int
     preemptions: int
     steps: int
+    swap_out_bytes: int
+    swap_in_bytes: int
     slots_used: int
     """KV slots in live blocks that hold a token; over live_blocks x block_size this is the pool's fill."""
     waiting_tokens: int = 0

@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine.batch import PENDING, Batch
-from engine.step import NO_UPDATES, BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
+from engine.step import NO_UPDATES, BlockCopies, BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
 
 
 class PlanBuilder:
@@ -14,6 +14,8 @@ class PlanBuilder:
         self._arange = np.arange(len(batch.num_tokens) + 1, dtype=np.int32)
         self._updates: list[tuple[int, int, int]] = []  # (row, column, block)
         self._new_rows: list[int] = []
+        self._copies_out: list[tuple[list[int], list[int]]] = []
+        self._copies_in: list[tuple[list[int], list[int]]] = []
 
     def add_row(self, row: int) -> None:
         """A request has got the row."""
@@ -27,6 +29,14 @@ class PlanBuilder:
         """The row's request is gone, and another may get the row in this very step."""
         if self._updates:
             self._updates = [update for update in self._updates if update[0] != row]
+
+    def copy_out(self, blocks: list[int], host_blocks: list[int]) -> None:
+        """The next plan copies `blocks` to the host, before anything can write to them."""
+        self._copies_out.append((blocks, host_blocks))
+
+    def copy_in(self, blocks: list[int], host_blocks: list[int]) -> None:
+        """The next plan copies `host_blocks` back, before anything can read them."""
+        self._copies_in.append((blocks, host_blocks))
 
     def plan(self, rows: Ints, counts: Ints, in_flight: bool) -> StepPlan:
         """`counts[i]` tokens for each row. in_flight: whether tokens of the rows may be PENDING."""
@@ -73,7 +83,17 @@ class PlanBuilder:
             extras=batch.extras.plan(rows, start, seq_lens, query_start, sample, batch.tokens)
             if batch.extras.num_users
             else None,
+            copies=self._block_copies() if self._copies_out or self._copies_in else None,
         )
+
+    def _block_copies(self) -> BlockCopies:
+        parts = [
+            np.array([block for pair in copies for block in pair[side]], dtype=np.int32)
+            for copies in (self._copies_out, self._copies_in)
+            for side in (0, 1)
+        ]
+        self._copies_out, self._copies_in = [], []
+        return BlockCopies(*parts)
 
     def _row_params(self) -> RowParams | None:
         if not self._new_rows:

@@ -37,6 +37,7 @@ class Request:
     has_extras: whether it needs anything of `ExtraRows`.
     hashes: digests of its full blocks as far as they have been computed.
     blocks: the KV blocks it holds, in order.
+    host_blocks: while it waits, host blocks that hold the KV of its first num_on_host tokens; else none.
     """
 
     __slots__ = (
@@ -45,11 +46,13 @@ class Request:
         "blocks",
         "has_extras",
         "hashes",
+        "host_blocks",
         "is_batch",
         "limit",
         "matcher",
         "needs_last_token",
         "num_cached_tokens",
+        "num_on_host",
         "num_prompt",
         "params",
         "priority",
@@ -98,6 +101,8 @@ class Request:
         self.row = -1
         self.status = Status.WAITING
         self.blocks: list[int] = []
+        self.host_blocks: list[int] = []
+        self.num_on_host = 0
         self.num_cached_tokens: int | None = None
         self.hashes = list(hashes or ())
         self.bad_sequences = BadSequences(params.bad_words_token_ids)

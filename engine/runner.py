@@ -7,6 +7,19 @@ from engine.step import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
+class SwapInfo:
+    """Host memory for the KV of preempted requests, in blocks, and what the runner has measured of its worth.
+
+    seconds_per_block: to copy one block one way. seconds_per_token: to compute one token again, in a full step.
+    """
+
+    num_blocks: int
+    block_bytes: int
+    seconds_per_block: float
+    seconds_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """What the scheduler must know of the runner. Lengths in tokens."""
 
@@ -19,6 +32,7 @@ class RunnerInfo:
     eos_token_ids: tuple[int, ...]
     device: str
     dtype: str
+    swap: SwapInfo | None = None
 
 
 class Runner(Protocol):

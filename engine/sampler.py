@@ -7,9 +7,9 @@ from torch import Tensor
 
 from engine.step import SamplingMode
 from engine.step_inputs import DeviceRows, PromptScoreInputs, SampleInputs
-from kernels.argmax import argmax
+from kernels import sampler
 from kernels.bitmask import apply_bitmask
-from kernels.sampler import CANDIDATES, TokenLogprobs, draw, lowest_kept, token_logprobs, uniform
+from kernels.sampler import TokenLogprobs
 
 PROMPT_ROWS = 256
 """Prompt tokens scored at once, at most: their logits are as wide as the vocabulary."""
@@ -27,7 +27,7 @@ def sample(
     raw = None
     if extras is not None:
         if extras.logprobs is not None:
-            raw = torch.log_softmax(logits[extras.logprobs], dim=-1)
+            raw = logits[extras.logprobs]
         if extras.biased is not None:
             tables.add_bias(logits, *extras.biased)
         if extras.masked is not None:
@@ -45,7 +45,7 @@ def sample(
         tables.count(tokens[at], slots)
     if raw is None:
         return tokens, None
-    return tokens, token_logprobs(raw, tokens[extras.logprobs], extras.num_top)
+    return tokens, sampler.logprobs_of(raw, tokens[extras.logprobs], extras.num_top)
 
 
 def choose(
@@ -54,20 +54,13 @@ def choose(
     """logits: float32 [K, vocab], changed in place; at: their rows, and positions of the tokens to come, int64 [K]
     -> token ids int64 [K].
 
-    unseen: nothing may depend on a look at the values, as in a captured graph; so filters sort whole rows.
+    unseen: nothing may depend on a look at the values, as in a captured graph; so torch's filters sort whole rows.
     """
-    best = argmax(logits)
     if mode is SamplingMode.GREEDY:
-        return best
-    temperature = rows.temperature[at]
-    greedy = temperature == 0
-    logits.div_(torch.where(greedy, 1.0, temperature)[:, None])
-    if mode is SamplingMode.FULL:
-        candidates = logits.shape[-1] if unseen else CANDIDATES
-        low = lowest_kept(logits, rows.top_k[at], rows.top_p[at], rows.min_p[at], candidates)
-        logits.masked_fill_(logits < low, -torch.inf)
-    tokens = draw(logits, uniform(rows.seed[at], positions))
-    return torch.where(greedy, best, tokens)
+        return sampler.argmax(logits)
+    filters = (rows.top_k, rows.top_p, rows.min_p) if mode is SamplingMode.FULL else None
+    candidates = logits.shape[-1] if unseen else sampler.CANDIDATES
+    return sampler.choose(logits, at, rows.temperature, rows.seed, positions, filters, candidates)
 
 
 def score_prompt(
@@ -79,7 +72,7 @@ def score_prompt(
     hidden: [T, hidden].
     """
     parts = [
-        token_logprobs(torch.log_softmax(logits_of(hidden[at]), dim=-1), targets, inputs.num_top)
+        sampler.logprobs_of(logits_of(hidden[at]), targets, inputs.num_top)
         for at, targets in zip(inputs.at.split(num_rows), inputs.targets.split(num_rows), strict=True)
     ]
     return TokenLogprobs(

@@ -22,20 +22,19 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine.admission import Admission
 from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
-from engine.fair_queue import Entry
 from engine.logprobs import hand_out
 from engine.outputs import Finished, FinishReason, StepOutput
 from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
+from engine.runner import SwapInfo
 from engine.running import Running
 from engine.step import Ints, StepPlan, StepResult
 from engine.streak import Streaks
+from engine.swap_space import SwapSpace
 from engine.waiting import WaitingQueue
-
-MAX_SKIPPED = 16
-"""Waiting requests passed over in one step because their next block is being computed by another."""
 
 
 class Scheduler:
@@ -49,6 +48,7 @@ class Scheduler:
         max_total_tokens: int,
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
+        swap: SwapInfo | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Every running request gets at least one token a step, so no more may run than the budget has tokens.
@@ -60,15 +60,15 @@ class Scheduler:
         self.blocks = BlockManager(num_blocks, enable_prefix_caching)
         self.batch = Batch(self.max_num_seqs, max_total_tokens, block_size)
         self._plans = PlanBuilder(self.batch)
+        self.swap = None if swap is None else SwapSpace(swap, self.batch, self.blocks, self._plans)
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(clock)
         self._running = Running(self.batch, self.blocks, self._plans)
+        self.admission = Admission(self.batch, self.blocks, self.waiting, self._running, self.swap)
         self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
         self._streaks = Streaks(self.batch)
         self._ending: list[Request] = []  # ended, but named by a step in flight
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_prompt_tokens = 0
         self.num_generated_tokens = 0
 
     # -- requests in and out ------------------------------------------------------------------------------------
@@ -106,6 +106,8 @@ class Scheduler:
                 self._running.release(request)
         else:
             self.waiting.remove(request)
+            if self.swap is not None:
+                self.swap.forget(request)
         request.status = Status.FINISHED
         return Finished(
             request_id=request_id,
@@ -162,7 +164,7 @@ class Scheduler:
             rows, counts = rows[batch.alive[rows]], counts[batch.alive[rows]]
         # What was just preempted would only come back to be preempted again.
         elif self.waiting:
-            if self._running.num_batch and self._ordinary_is_held_up(budget):
+            if self._running.num_batch and self.admission.is_held_up(budget):
                 if self._in_flight:
                     return None
                 self._preempt()
@@ -246,7 +248,8 @@ class Scheduler:
 
         Steps behind it built on it, and what it told the device may never have arrived; so their results are dropped,
         and every other running request starts again from what is known of it. Nothing that others can see is lost: KV
-        of these steps has not been registered in the prefix cache, and a cached block is never written.
+        of these steps has not been registered in the prefix cache, and a cached block is never written. Copies to the
+        host may not have been made, so those who wait for theirs compute again.
         """
         self._end_streak()
         ids: list[str] = self.batch.request_ids[plan.rows].tolist()
@@ -255,6 +258,9 @@ class Scheduler:
         failed = [self.finish(request_id, FinishReason.ERROR, error=error) for request_id in ids]
         for request in list(self._running.requests):
             self._start_again(request)
+        if self.swap is not None:
+            for request in self.requests.values():
+                self.swap.forget(request)
         return [finished for finished in failed if finished is not None]
 
     # -- quiet steps, see `engine.streak` -----------------------------------------------------------------------
@@ -321,18 +327,11 @@ class Scheduler:
         return True
 
     def _preempt(self) -> None:
-        self._start_again(self._running.last_in_service())
+        request = self._running.last_in_service()
         self.num_preemptions += 1
-
-    def _ordinary_is_held_up(self, budget: int) -> bool:
-        """Whether a request waits that would run if one of the batch class did not."""
-        request = self.waiting.first_ordinary()
-        if request is None:
-            return False
-        if budget <= 0 or not self.batch.num_free_rows:
-            return True
-        hits = [] if request.prompt_logprobs is not None else self.blocks.lookup(request.hashes)
-        return not self._fits(len(request.token_ids), hits)
+        if self.swap is not None:
+            self.swap.copy_out(request)  # no step is in flight, so all that it has computed is there
+        self._start_again(request)
 
     def _stop(self, request: Request) -> None:
         self.waiting.charge_output(request, int(self.batch.num_known[request.row]) - len(request.token_ids))
@@ -347,56 +346,15 @@ class Scheduler:
 
     def _admit(self, rows: Ints, computed: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints]:
         """Start waiting requests beside the running `rows`; returns rows and counts with theirs."""
-        new_rows, new_counts = [], []
         computing = self._running.being_computed(rows, computed, computed + counts)
         computing.update(*(digests for _, digests in self._in_flight))
-        skipped: list[Entry[Request]] = []
-        while self.batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
-            entry = self.waiting.pop()
-            if entry is None:
-                break
-            request = entry.item
-            scored = request.prompt_logprobs is not None  # so each of its tokens must be computed
-            hits = [] if scored else self.blocks.lookup(request.hashes)
-            if not scored and len(hits) < len(request.hashes) and request.hashes[len(hits)] in computing:
-                skipped.append(entry)
-                continue
-            total = len(request.token_ids)
-            reused = len(hits) * self.block_size
-            start = min(reused, total - 1)  # a full hit still computes its last token: someone must sample from it
-            count = self._chunk(total - start, budget)
-            if count == 0 or not self._fits(total, hits):
-                skipped.append(entry)
-                break
-            self._start(request, hits, reused, start)
-            new_rows.append(request.row)
-            new_counts.append(count)
-            budget -= count
-            self._running.fill(request, -(-(start + count) // self.block_size))
-            computing.update(request.hashes[len(hits) : (start + count) // self.block_size])
-        for entry in skipped:
-            self.waiting.put_back(entry)
+        new_rows, new_counts = self.admission.admit(budget, self._chunk, computing)
         if not new_rows:
             return rows, counts
         return (
             np.concatenate((rows, np.array(new_rows, dtype=np.int32))),
             np.concatenate((counts, np.array(new_counts, dtype=np.int32))),
         )
-
-    def _fits(self, total: int, hits: list[int]) -> bool:
-        """Whether all of a request's tokens find room, with a block to spare for each that already runs.
-
-        The spare blocks keep a request from being admitted only to be preempted by the next decode.
-        """
-        needed = -(-total // self.block_size) - len(hits) + self.blocks.count_evictable(hits)
-        return needed + len(self._running) <= self.blocks.num_available
-
-    def _start(self, request: Request, hits: list[int], reused: int, start: int) -> None:
-        self._running.start(request, hits, reused, start)
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(reused, request.num_prompt)
-            self.num_prompt_tokens += request.num_prompt
-            self.num_cached_prompt_tokens += request.num_cached_tokens
 
     def _advance(self, plan: StepPlan, start: Ints) -> None:
         """Take the plan's effect for granted, so that the next one can be made. start: tokens computed before it."""

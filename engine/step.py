@@ -105,6 +105,16 @@ class BlockUpdates:
 NO_UPDATES = BlockUpdates(*(np.empty(0, dtype=np.int32) for _ in range(3)))
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """KV blocks to copy before the step: out_blocks[i] to the host's out_host[i], then in_host[i] to in_blocks[i]."""
+
+    out_blocks: Ints
+    out_host: Ints
+    in_blocks: Ints
+    in_host: Ints
+
+
 @dataclass(slots=True)
 class StepPlan:
     """S sequences with T tokens in all; K of them end this step with a sampled token. Nobody changes it.
@@ -120,6 +130,7 @@ class StepPlan:
         their row, and is known to the device alone.
     forbidden: index into K and token id, pairs whose logits are barred (stop tokens before min_tokens, ends of bad
         words).
+    copies: None in a step before which nobody was preempted to the host or comes back from there.
     """
 
     rows: Ints
@@ -135,6 +146,7 @@ class StepPlan:
     pending: Ints | None = None
     forbidden: tuple[Ints, Ints] | None = None
     extras: Extras | None = None
+    copies: BlockCopies | None = None
 
     @property
     def num_tokens(self) -> int:

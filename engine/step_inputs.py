@@ -92,7 +92,7 @@ class DeviceRows:
     def __init__(self, info: RunnerInfo, device: torch.device, upload: Upload = torch.from_numpy) -> None:
         self.padding_row = info.max_num_seqs
         rows = info.max_num_seqs + 1
-        self._tensor = upload
+        self.upload = upload
         self.block_tables = torch.zeros(
             rows, -(-info.max_model_len // info.block_size), dtype=torch.int32, device=device
         )
@@ -111,28 +111,28 @@ class DeviceRows:
         if plan.new_rows is not None:
             self.set_params(plan.new_rows)
         where = self._places(plan)
-        token_ids = self._tensor(plan.token_ids.astype(np.int64))
+        token_ids = self.upload(plan.token_ids.astype(np.int64))
         if plan.pending is not None:
-            rows = self._tensor(plan.rows[plan.pending])
-            token_ids[self._tensor((plan.query_start[1:] - 1)[plan.pending])] = self.last_tokens[rows]
+            rows = self.upload(plan.rows[plan.pending])
+            token_ids[self.upload((plan.query_start[1:] - 1)[plan.pending])] = self.last_tokens[rows]
         positions = plan.seq_lens if where.all_sample else plan.seq_lens[plan.sample]
         metadata = AttentionMetadata(
             query_start=where.query_start,
-            seq_lens=self._tensor(plan.seq_lens),
+            seq_lens=self.upload(plan.seq_lens),
             block_tables=self.block_tables,
             rows=where.rows,
-            slots=self._tensor(plan.slots),
+            slots=self.upload(plan.slots),
             max_query_len=where.max_query_len,
             max_seq_len=int(plan.seq_lens.max()),
         )
         return StepInputs(
             token_ids=token_ids,
-            positions=self._tensor(plan.positions.astype(np.int64)),
+            positions=self.upload(plan.positions.astype(np.int64)),
             metadata=metadata,
             sample_at=where.sample_at,
             sampling=SampleInputs(
                 rows=where.sample_rows,
-                positions=self._tensor(positions.astype(np.int64)),
+                positions=self.upload(positions.astype(np.int64)),
                 forbidden=self.forbidden(plan),
                 extras=self.extras(plan),
             ),
@@ -141,11 +141,11 @@ class DeviceRows:
     def forbidden(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
         if plan.forbidden is None:
             return None
-        return self._tensor(plan.forbidden[0]), self._tensor(plan.forbidden[1])
+        return self.upload(plan.forbidden[0]), self.upload(plan.forbidden[1])
 
     def update_blocks(self, updates: BlockUpdates) -> None:
         if len(updates.rows):
-            self.block_tables[self._tensor(updates.rows), self._tensor(updates.columns)] = self._tensor(updates.blocks)
+            self.block_tables[self.upload(updates.rows), self.upload(updates.columns)] = self.upload(updates.blocks)
 
     def _places(self, plan: StepPlan) -> "_Places":
         """Tensors of which rows and tokens take part; those of the last plan if it had the very same arrays."""
@@ -157,10 +157,10 @@ class DeviceRows:
         self._last_places = places = _Places(
             of=(id(plan.rows), id(plan.query_start), id(sample)),
             arrays=(plan.rows, plan.query_start, sample),
-            rows=self._tensor(plan.rows),
-            query_start=self._tensor(plan.query_start),
-            sample_rows=self._tensor(plan.rows[sample].astype(np.int64)),
-            sample_at=self._tensor((plan.query_start[1:] - 1)[sample].astype(np.int64)),
+            rows=self.upload(plan.rows),
+            query_start=self.upload(plan.query_start),
+            sample_rows=self.upload(plan.rows[sample].astype(np.int64)),
+            sample_at=self.upload((plan.query_start[1:] - 1)[sample].astype(np.int64)),
             max_query_len=int((plan.query_start[1:] - plan.query_start[:-1]).max()),
             all_sample=len(sample) == len(plan.rows),
         )
@@ -180,12 +180,12 @@ class DeviceRows:
             penalised=None if extras.penalised is None else self._index_pair(extras.penalised),
             masked=None
             if extras.masked is None
-            else (self._tensor(extras.masked[0].astype(np.int64)), self._tensor(extras.masked[1])),
-            logprobs=None if extras.logprobs is None else self._tensor(extras.logprobs.astype(np.int64)),
+            else (self.upload(extras.masked[0].astype(np.int64)), self.upload(extras.masked[1])),
+            logprobs=None if extras.logprobs is None else self.upload(extras.logprobs.astype(np.int64)),
             num_top=extras.num_top,
             prompt_scores=PromptScoreInputs(
-                self._tensor(scores.at.astype(np.int64)),
-                self._tensor(scores.targets.astype(np.int64)),
+                self.upload(scores.at.astype(np.int64)),
+                self.upload(scores.targets.astype(np.int64)),
                 scores.num_top,
             )
             if scores is not None and len(scores.at)
@@ -193,12 +193,12 @@ class DeviceRows:
         )
 
     def _index_pair(self, pair: tuple[Ints, Ints]) -> tuple[Tensor, Tensor]:
-        return self._tensor(pair[0].astype(np.int64)), self._tensor(pair[1].astype(np.int64))
+        return self.upload(pair[0].astype(np.int64)), self.upload(pair[1].astype(np.int64))
 
     def set_params(self, new: RowParams) -> None:
-        rows = self._tensor(new.rows)
-        self.temperature[rows] = self._tensor(new.temperature)
-        self.top_p[rows] = self._tensor(new.top_p)
-        self.min_p[rows] = self._tensor(new.min_p)
-        self.top_k[rows] = self._tensor(new.top_k)
-        self.seed[rows] = self._tensor(new.seed)
+        rows = self.upload(new.rows)
+        self.temperature[rows] = self.upload(new.temperature)
+        self.top_p[rows] = self.upload(new.top_p)
+        self.min_p[rows] = self.upload(new.min_p)
+        self.top_k[rows] = self.upload(new.top_k)
+        self.seed[rows] = self.upload(new.seed)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import gpu
+from kernels.argmax import argmax as host_argmax
 
 CANDIDATES = 256
 """Most likely tokens looked at first; a filter that reaches beyond them has its row sorted whole."""
@@ -86,24 +87,27 @@ def choose(
     seeds: Tensor,
     positions: Tensor,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
+    candidates: int = CANDIDATES,
 ) -> Tensor:
     """Tokens by each row's parameters: int64 [n].
 
     logits: float32 [n, vocab], may be changed; rows: int64 [n], where each one's parameters are in temperature: float32
     [R], 0 for the most likely token, and seeds: int64 [R]; positions: int64 [n], of the token to come.
     filters: top_k: int32 [R], top_p and min_p: float32 [R], as in `lowest_kept`; None if no row filters.
+    candidates: of `lowest_kept`, off a GPU.
     """
     if gpu.usable(logits):
         from kernels.gpu import sampler
 
         return sampler.choose(logits, rows, temperature, seeds, positions, filters)
-    best = logits.argmax(dim=-1)
+    best = argmax(logits)
     own = temperature[rows]
     greedy = own == 0
     logits.div_(torch.where(greedy, 1.0, own)[:, None])
     if filters is not None:
         top_k, top_p, min_p = filters
-        logits.masked_fill_(logits < lowest_kept(logits, top_k[rows], top_p[rows], min_p[rows]), -torch.inf)
+        low = lowest_kept(logits, top_k[rows], top_p[rows], min_p[rows], candidates)
+        logits.masked_fill_(logits < low, -torch.inf)
     return torch.where(greedy, best, draw(logits, uniform(seeds[rows], positions)))
 
 
@@ -113,7 +117,7 @@ def argmax(logits: Tensor) -> Tensor:
         from kernels.gpu import sampler
 
         return sampler.argmax(logits)
-    return logits.argmax(dim=-1)
+    return host_argmax(logits)
 
 
 def penalise(logits: Tensor, seen: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor) -> Tensor:

@@ -105,6 +105,21 @@ class FakeCuda:
     def synchronize(self) -> None:
         self.log.append("synchronize")
 
+    def empty_cache(self) -> None:
+        pass
+
+    def cudart(self) -> "FakeCuda":
+        return self
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address
+        assert size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.log.append("unpinned")
+        return 0
+
     def graph_pool_handle(self) -> str:
         return "pool"
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.engine import Engine
-from engine.runner import Runner, RunnerInfo
-from engine.step import Logprobs, PromptScores, StepPlan, StepResult
+from engine.runner import Runner, RunnerInfo, SwapInfo
+from engine.step import Ints, Logprobs, PromptScores, StepPlan, StepResult
 
 
 def runner_info(**overrides: object) -> RunnerInfo:
@@ -24,6 +24,11 @@ def runner_info(**overrides: object) -> RunnerInfo:
         "dtype": "float32",
     }
     return RunnerInfo(**(values | overrides))
+
+
+def swap_info(num_blocks: int, *, seconds_per_token: float = 1.0) -> SwapInfo:
+    """Host memory to which a copy costs nothing, unless computing again does neither."""
+    return SwapInfo(num_blocks, block_bytes=100, seconds_per_block=0.0, seconds_per_token=seconds_per_token)
 
 
 class ScriptedRunner:
@@ -114,6 +119,8 @@ class ShadowRunner:
         self.info = runner_info(**info)
         size = self.info.num_blocks * self.info.block_size
         self.slots: list[int | None] = [None] * size
+        swap = self.info.swap
+        self.host_slots: list[int | None] = [None] * (swap.num_blocks * self.info.block_size if swap else 0)
         self.tables = np.full((self.info.max_num_seqs, -(-self.info.max_model_len // self.info.block_size)), -1)
         self.last_tokens = np.full(self.info.max_num_seqs, -1)
         self.max_tokens_in_a_step = 0
@@ -123,6 +130,9 @@ class ShadowRunner:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("made to fail")
+        if plan.copies is not None:
+            self._copy(self.slots, plan.copies.out_blocks, self.host_slots, plan.copies.out_host)
+            self._copy(self.host_slots, plan.copies.in_host, self.slots, plan.copies.in_blocks)
         updates = plan.block_updates
         self.tables[updates.rows, updates.columns] = updates.blocks
         self.max_tokens_in_a_step = max(self.max_tokens_in_a_step, plan.num_tokens)
@@ -153,6 +163,11 @@ class ShadowRunner:
         return StepResult(
             np.array(tokens, dtype=np.int64), prompt_logprobs=None if scores is None else self._scores(plan, scores)
         )
+
+    def _copy(self, source: list[int | None], blocks: Ints, target: list[int | None], places: Ints) -> None:
+        size = self.info.block_size
+        for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
+            target[place * size : (place + 1) * size] = source[block * size : (block + 1) * size]
 
     def _scores(self, plan: StepPlan, scores: PromptScores) -> Logprobs:
         """The rank of a prompt token is (some of) the hash of the tokens before it."""

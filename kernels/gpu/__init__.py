@@ -31,7 +31,8 @@ def available() -> bool:
 
 
 def usable(x: Tensor) -> bool:
-    return x.is_cuda and available()
+    """Not under torch.compile, which fuses the plain forms by itself."""
+    return x.is_cuda and not torch.compiler.is_compiling() and available()
 
 
 @functools.cache

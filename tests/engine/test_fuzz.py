@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.engine import Engine
 from engine.outputs import FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
-from tests.scripted import LateRunner, ShadowRunner, shadow_continuation, shadow_scores
+from tests.scripted import LateRunner, ShadowRunner, shadow_continuation, shadow_scores, swap_info
 
 VOCAB = 384
 SHARED = [(3 + 7 * i) % VOCAB for i in range(24)]
@@ -24,15 +24,20 @@ class Lives(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         chunked=st.sampled_from([True, True, False]),
         mode=st.sampled_from(["step by step", "two in flight", "late device"]),
+        host_blocks=st.sampled_from([0, 3, 20]),
     )
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int, caching: bool, chunked: bool, mode: str) -> None:
+    def start(
+        self, num_blocks: int, max_num_seqs: int, budget: int, caching: bool, chunked: bool, mode: str, host_blocks: int
+    ) -> None:
         self.runner = ShadowRunner(
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=64,
             eos_token_ids=(),
+            swap=swap_info(host_blocks) if host_blocks else None,
         )
+        self.host_blocks = host_blocks
         self.engine = Engine(
             LateRunner(self.runner) if mode == "late device" else self.runner,
             enable_prefix_caching=caching,
@@ -170,6 +175,8 @@ class Lives(RuleBasedStateMachine):
         assert stats.live_blocks == 0
         assert stats.num_waiting == stats.num_running == 0
         assert self.engine.scheduler.batch.num_free_rows == self.engine.info.max_num_seqs
+        if self.host_blocks:
+            assert self.engine.scheduler.swap.num_free == self.host_blocks
 
 
 TestLives = Lives.TestCase

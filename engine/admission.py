@@ -1,0 +1,97 @@
+"""Which waiting requests start: in the order of service, while rows, blocks and budget last."""
+
+from collections.abc import Callable
+
+from engine.batch import Batch
+from engine.block_manager import BlockManager
+from engine.fair_queue import Entry
+from engine.request import Request
+from engine.running import Running
+from engine.swap_space import SwapSpace
+from engine.waiting import WaitingQueue
+
+MAX_SKIPPED = 16
+"""Waiting requests passed over in one step because their next block is being computed by another."""
+
+
+class Admission:
+    """num_prompt_tokens: of requests that have started; num_cached_prompt_tokens: of these, found in the cache."""
+
+    def __init__(
+        self, batch: Batch, blocks: BlockManager, waiting: WaitingQueue, running: Running, swap: SwapSpace | None
+    ) -> None:
+        self._batch = batch
+        self._blocks = blocks
+        self._waiting = waiting
+        self._running = running
+        self._swap = swap
+        self.num_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+
+    def admit(
+        self, budget: int, chunk: Callable[[int, int], int], computing: set[bytes]
+    ) -> tuple[list[int], list[int]]:
+        """Start what can be; returns their rows, and how many tokens each computes in this step.
+
+        chunk: tokens of a prompt that has so many to go, with so many left of the budget.
+        computing: digests of the blocks that others compute now; those of the admitted are added.
+        """
+        size = self._batch.block_size
+        new_rows, new_counts = [], []
+        skipped: list[Entry[Request]] = []
+        while self._batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
+            entry = self._waiting.pop()
+            if entry is None:
+                break
+            request = entry.item
+            scored = request.prompt_logprobs is not None  # so each of its tokens must be computed
+            hits = [] if scored else self._blocks.lookup(request.hashes)
+            total = len(request.token_ids)
+            reused = len(hits) * size
+            to_compute = not scored and request.num_on_host <= reused and len(hits) < len(request.hashes)
+            if to_compute and request.hashes[len(hits)] in computing:
+                skipped.append(entry)
+                continue
+            # A full hit still computes its last token: someone must sample from it.
+            start = min(max(reused, request.num_on_host), total - 1)
+            count = chunk(total - start, budget)
+            if count == 0 or not self._fits(total, hits):
+                skipped.append(entry)
+                break
+            self._start(request, hits, reused, start)
+            new_rows.append(request.row)
+            new_counts.append(count)
+            budget -= count
+            self._running.fill(request, -(-(start + count) // size))
+            if request.host_blocks:
+                assert self._swap is not None
+                self._swap.bring_back(request, len(hits))
+            computing.update(request.hashes[len(hits) : (start + count) // size])
+        for entry in skipped:
+            self._waiting.put_back(entry)
+        return new_rows, new_counts
+
+    def is_held_up(self, budget: int) -> bool:
+        """Whether a request waits that would run if one of the batch class did not."""
+        request = self._waiting.first_ordinary()
+        if request is None:
+            return False
+        if budget <= 0 or not self._batch.num_free_rows:
+            return True
+        hits = [] if request.prompt_logprobs is not None else self._blocks.lookup(request.hashes)
+        return not self._fits(len(request.token_ids), hits)
+
+    def _fits(self, total: int, hits: list[int]) -> bool:
+        """Whether all of a request's tokens find room, with a block to spare for each that already runs.
+
+        The spare blocks keep a request from being admitted only to be preempted by the next decode.
+        """
+        needed = -(-total // self._batch.block_size) - len(hits) + self._blocks.count_evictable(hits)
+        return needed + len(self._running) <= self._blocks.num_available
+
+    def _start(self, request: Request, hits: list[int], reused: int, start: int) -> None:
+        self._running.start(request, hits, reused, start)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(reused, request.num_prompt)
+            self.num_prompt_tokens += request.num_prompt
+            self.num_cached_prompt_tokens += request.num_cached_tokens
