@@ -173,12 +173,6 @@ def _from_gguf(path: Path) -> Tokenizer:
     from engine.gguf_file import open_gguf
 
     file = open_gguf(path)
-    kind = file.metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise ConfigError(
-            f"{path}: a tokenizer of the kind {kind!r} is not supported from GGUF (byte-level BPE, 'gpt2', is); use "
-            "the model's folder in Hugging Face layout"
-        )
     from transformers import PreTrainedTokenizerFast
 
     from engine.gguf_tokenizer import build_tokenizer

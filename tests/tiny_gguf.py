@@ -15,11 +15,11 @@ from tests import tiny_models
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2",
-    "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3", "arcee": "arcee",
+    "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3", "seed_oss": "seed_oss",
 }  # fmt: skip
 """GGUF's architecture by `model_type`."""
 
-PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee")
+PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
 OFFSET_NORMS = ("gemma2", "gemma3_text")
 
 
@@ -29,6 +29,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     *,
     pre: str = "gpt-2",
+    pieces: list[tuple[str, float, gguf.TokenType]] | None = None,
     add_bos: bool | None = False,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, npt.NDArray[Any]] | None = None,
@@ -36,7 +37,8 @@ def write_gguf(
 ) -> Path:
     """Convert `folder` to `file` and return it; matrices get the type `kind`, vectors stay float32.
 
-    pre: the rule for splitting text, in GGUF's words. add_bos: None leaves the flag out.
+    pre: the rule for splitting text, in GGUF's words. pieces: of a SentencePiece tokenizer, in place of the folder's,
+    with BOS, EOS and unknown as the ids 1, 2 and 0. add_bos: None leaves the flag out.
     metadata: further numbers and strings. tensors: further tensors by their GGUF names. files: above 1, `file` is the
     stem of their names, and the first of them is returned.
     """
@@ -45,11 +47,16 @@ def write_gguf(
     name = ARCHITECTURES[model_type]
     writer = gguf.GGUFWriter(file, name, split_max_tensors=0 if files == 1 else 8)
     _add_config(writer, config, name)
-    _add_tokenizer(writer, pre)
+    if pieces is None:
+        _add_tokenizer(writer, pre)
+    else:
+        _add_pieces(writer, pieces)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
     for key, value in (metadata or {}).items():
-        if isinstance(value, str):
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
             writer.add_string(key, value)
         else:
             writer.add_uint32(key, value)
@@ -146,6 +153,18 @@ def permute(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Each head's rows from two halves to pairs side by side, as llama.cpp rotates them. weight: [rows, columns]"""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _add_pieces(writer: gguf.GGUFWriter, pieces: list[tuple[str, float, gguf.TokenType]]) -> None:
+    tokens, scores, kinds = (list(column) for column in zip(*pieces, strict=True))
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types([int(kind) for kind in kinds])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
