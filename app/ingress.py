@@ -23,6 +23,7 @@ from app.serve_client import CONTROL_TIMEOUT_S, ServeEngineClient
 from app.service import Service
 from app.settings import AppSettings
 from app.signals import DoorReport
+from engine.generation_config import default_sampling
 from engine.hub import resolve_model
 from engine.tokenizer import load_tokenizer
 
@@ -34,7 +35,8 @@ enough that the rest can still go to a replica that starts now."""
 async def create_service(settings: AppSettings, client: EngineClient) -> Service:
     """Load the tokenizer and ask the engine what it can do; waits until the engine is up."""
     config = settings.engine_config()
-    tokenizer = load_tokenizer(resolve_model(config.model), config.trust_remote_code)
+    path = resolve_model(config.model)
+    tokenizer = load_tokenizer(path, config.trust_remote_code)
     _ = tokenizer.token_bytes  # made on first use, which no request should wait for
     limits = await client.limits()
     templates = chat_templates(tokenizer, settings.chat_template)
@@ -46,6 +48,7 @@ async def create_service(settings: AppSettings, client: EngineClient) -> Service
         admission(settings, limits),
         ChatSide(templates, settings.tool_call_parser, settings.reasoning_parser),
         scales_to_zero=settings.max_replicas is not None and settings.min_replicas == 0,
+        default_sampling=default_sampling(path, config.generation_config),
     )
 
 

@@ -3,9 +3,10 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from app.admission import Admission
 from app.answers import Answer, GeneratedAnswer, PromptOnlyAnswer
@@ -46,8 +47,10 @@ class Service:
         admission: Admission,
         chat_side: ChatSide,
         scales_to_zero: bool = False,
+        default_sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
+        self._default_sampling = default_sampling
         self.client = client
         self.admission = admission
         self._scales_to_zero = scales_to_zero
@@ -69,7 +72,7 @@ class Service:
     async def chat(self, request: ChatRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
         self.check_model(request.model)
-        params = request.sampling_params(_drawn_seed())
+        params = request.sampling_params(_drawn_seed(), self._default_sampling)
         structure = request.structure()
         self.admission.check(current_caller().tenant, request.is_batch)
         template = self._chat_side.template(bool(request.offered_tools))
@@ -97,7 +100,7 @@ class Service:
     async def complete(self, request: CompletionRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
         self.check_model(request.model)
-        params = request.sampling_params(_drawn_seed())
+        params = request.sampling_params(_drawn_seed(), self._default_sampling)
         structure = request.structure()
         self.admission.check(current_caller().tenant, request.is_batch)
         prompts = await self._encoder.prompts(request.prompt)

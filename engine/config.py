@@ -41,6 +41,8 @@ class EngineConfig:
         than computing again; 0: none.
     block_size: tokens a KV block; 0 is the attention backend's choice.
     seed: of dummy weights.
+    generation_config: "auto" samples by the model's generation_config.json where a request does not say how; "vllm"
+        leaves that file unread.
     num_threads: threads of a CPU engine; 0 is one for each core that this process may use.
 
     Raises `ConfigError` naming the setting, what was given and what is allowed.
@@ -68,6 +70,7 @@ class EngineConfig:
     seed: int = 0
     num_threads: int = 0
     trust_remote_code: bool = False
+    generation_config: Literal["auto", "vllm"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs",
@@ -104,6 +107,7 @@ class EngineConfig:
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8", "fp8")),
             ("device", ("auto", "cpu", "cuda")),
+            ("generation_config", ("auto", "vllm")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -16,6 +16,7 @@ from engine.completion import Completion, CompletionOutput, Logprob, PromptJob, 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.generation_config import default_sampling
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams, children
 from engine.token_text import TokenTexts
@@ -43,6 +44,7 @@ class LLM:
         self.engine = Engine.from_config(config)
         assert self.engine.info.model_path is not None
         self.tokenizer = load_tokenizer(self.engine.info.model_path, config.trust_remote_code)
+        self._default_params = SamplingParams(**default_sampling(self.engine.info.model_path, config.generation_config))
         self._token_texts = TokenTexts(self.tokenizer)
         self._ids = itertools.count()
         self._closed = False
@@ -52,6 +54,7 @@ class LLM:
         """An `LLM` over an engine that is there; `close` closes it."""
         llm = cls.__new__(cls)
         llm.engine, llm.tokenizer, llm._ids, llm._closed = engine, tokenizer, itertools.count(), False
+        llm._default_params = SamplingParams()
         llm._token_texts = TokenTexts(tokenizer)
         return llm
 
@@ -63,8 +66,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete the prompts; the results are in their order.
 
-        sampling_params: one for all prompts, or one for each. Raises `InvalidRequestError`, which names the prompt by
-        its index, before anything has started. An interrupt or a fault on the way ends all requests of this call.
+        sampling_params: one for all prompts, or one for each; None samples as the model's makers say. Raises
+        `InvalidRequestError`, which names the prompt by its index, before anything has started. An interrupt or a
+        fault on the way ends all requests of this call.
         """
         jobs = []
         for index, prompt in enumerate(_listed(prompts)):
@@ -132,7 +136,8 @@ class LLM:
         if self._closed:
             raise EngineDeadError("this LLM has been closed: make a new one")
         prompts = []
-        for index, ((text, ids), param) in enumerate(zip(jobs, _one_each(sampling_params, len(jobs)), strict=True)):
+        params = self._default_params if sampling_params is None else sampling_params
+        for index, ((text, ids), param) in enumerate(zip(jobs, _one_each(params, len(jobs)), strict=True)):
             with _naming(f"{name}[{index}]"):
                 prompts.append(self._prepare(text, ids, param))
         running: dict[str, tuple[PromptJob, Completion]] = {}
@@ -240,9 +245,9 @@ def _turns(chat: Any) -> list[dict[str, Any]]:
     return [dict(message) for message in chat]
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
         raise InvalidRequestError(
             f"sampling_params takes SamplingParams, one or a list of them, not {type(params).__name__}.",

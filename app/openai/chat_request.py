@@ -1,5 +1,6 @@
 """The body of /v1/chat/completions."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -83,7 +84,10 @@ class ChatRequest(GenerationRequest):
         at_most_one = self.parallel_tool_calls is False
         return Structure("tools", lambda: of_schema(calls_schema(tools, at_most_one)))
 
-    def sampling_params(self, drawn_seed: int | None = None) -> SamplingParams:
-        """drawn_seed: for a request that gives none. Raises `InvalidRequestError`."""
+    def sampling_params(
+        self, drawn_seed: int | None = None, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """drawn_seed: for a request that gives none; defaults: the model's. Raises `InvalidRequestError`."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._params(drawn_seed, max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._params(drawn_seed, defaults, max_tokens=limit, logprobs=logprobs)

@@ -1,5 +1,6 @@
 """The body of /v1/completions."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
@@ -80,8 +81,10 @@ class CompletionRequest(GenerationRequest):
     def scores_prompt(self) -> bool:
         return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
-    def sampling_params(self, drawn_seed: int | None = None) -> SamplingParams:
-        """drawn_seed: for a request that gives none. Raises `InvalidRequestError`."""
+    def sampling_params(
+        self, drawn_seed: int | None = None, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """drawn_seed: for a request that gives none; defaults: the model's. Raises `InvalidRequestError`."""
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         if limit == 0 and not self.scores_prompt:
             limit = 1  # nothing will run; the rest is still checked
@@ -91,4 +94,4 @@ class CompletionRequest(GenerationRequest):
         scores: dict[str, Any] = {}
         if self.echo and self.logprobs is not None:
             scores["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return self._params(drawn_seed, max_tokens=limit, logprobs=logprobs, n=self.outputs_made, **scores)
+        return self._params(drawn_seed, defaults, max_tokens=limit, logprobs=logprobs, n=self.outputs_made, **scores)

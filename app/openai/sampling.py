@@ -1,5 +1,6 @@
 """What /v1/chat/completions and /v1/completions both take: how tokens are chosen, where they end, what comes back."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
@@ -149,9 +150,12 @@ class GenerationRequest(StructuredFields):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _params(self, drawn_seed: int | None, **more: Any) -> SamplingParams:
-        """Raises `InvalidRequestError` that names the field that is out of range."""
-        given: dict[str, Any] = {"seed": drawn_seed}
+    def _params(self, drawn_seed: int | None, defaults: Mapping[str, Any] | None, **more: Any) -> SamplingParams:
+        """defaults: the model's, for fields that are not given.
+
+        Raises `InvalidRequestError` that names the field that is out of range.
+        """
+        given: dict[str, Any] = {"seed": drawn_seed} if defaults is None else {**defaults, "seed": drawn_seed}
         for name in _SAMPLING_FIELDS:
             if (value := getattr(self, name)) is not None:
                 given[name] = value

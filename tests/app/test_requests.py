@@ -392,3 +392,11 @@ def test_a_demanded_call_is_a_form() -> None:
     assert named is not None
     assert json.loads(named.checked().json_schema or "")["type"] == "object"
     assert chat(tools=tools).structure() is None
+
+
+def test_the_model_s_defaults_stand_where_a_request_says_nothing() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20}
+    for make in (chat, completion):
+        params = make(temperature=0.0).sampling_params(defaults=defaults)
+        assert (params.temperature, params.top_k, params.top_p) == (0.0, 20, 1.0)
+        assert make().sampling_params(defaults=defaults).temperature == 0.6
