@@ -15,6 +15,9 @@ from torch import Tensor
 from kernels import cpu_ops
 from kernels.quantized_weight import PANEL, QuantizedWeight, exact_codes
 
+_SLICE = 64 * PANEL
+"""Rows that are packed at a time: a whole output matrix would be held three times meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
@@ -40,15 +43,17 @@ def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
     if not cpu_ops.usable(weight):
         return weight
     n, k = weight.shape
-    narrow = weight.to(torch.bfloat16)
-    if k % 2 == 0 and torch.equal(narrow.float(), weight):
-        weight, depth = narrow, 2
+    slices = weight.split(_SLICE)
+    if k % 2 == 0 and all(torch.equal(rows.to(torch.bfloat16).float(), rows) for rows in slices):
+        data = torch.empty(-(-n // PANEL), k // 2, PANEL, 2, dtype=torch.bfloat16)
     elif codes := exact_codes(weight):
         return PackedWeight(codes, n, k)
     else:
-        depth = 1
-    panels = F.pad(weight, (0, 0, 0, -n % PANEL)).view(-1, PANEL, k // depth, depth)
-    data = panels.transpose(1, 2).contiguous()
+        data = torch.empty(-(-n // PANEL), k, PANEL, 1)
+    depth = data.shape[-1]
+    for rows, panels in zip(slices, data.split(_SLICE // PANEL), strict=True):
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
+        panels.copy_(padded.view(-1, PANEL, k // depth, depth).transpose(1, 2))
     return PackedWeight(data if depth == 2 else data.squeeze(-1), n, k)
 
 
