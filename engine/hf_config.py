@@ -45,7 +45,7 @@ def from_hf(config: Mapping[str, Any], source: str) -> ModelConfig:
         norms=family.norms,
         qk_norm=family.qk_norm,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=attention_bias if family.output_bias is None else family.output_bias,
+        output_bias=_output_bias(read, family, attention_bias),
         mlp_bias=read.flag("mlp_bias"),
         attention_scale=read.optional("attention_multiplier") or (query_scale**-0.5 if query_scale else 0.0),
         attention_soft_cap=read.optional("attn_logit_softcapping") or 0.0,
@@ -166,6 +166,12 @@ def _heads(read: ConfigReader) -> tuple[int, int, int]:
     if head_dim % 2:
         raise read.error("head_dim", "must be even for rotary embeddings")
     return heads, kv_heads, head_dim
+
+
+def _output_bias(read: ConfigReader, family: Family, attention_bias: bool) -> bool:
+    if family.output_bias is not None:
+        return family.output_bias
+    return read.flag("attention_out_bias") if "attention_out_bias" in family.defaults else attention_bias
 
 
 def _layers(read: ConfigReader, family: Family, count: int, head_dim: int) -> tuple[LayerConfig, ...]:

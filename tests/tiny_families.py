@@ -114,6 +114,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "seed-oss": ("SeedOss", {"head_dim": 32}),
+    "seed-oss, output bias": ("SeedOss", {"head_dim": 16, "attention_bias": False, "attention_out_bias": True}),
 }  # fmt: skip
 """By name: the family, as transformers' classes begin, and fields of its config over the tiny shape."""
 

@@ -19,7 +19,8 @@ class Family:
     gguf_permuted: GGUF files have the rows of q and k interleaved, for a rotation of neighbours.
 
     defaults: keys of the config that this family knows beside those that all have, and what a missing key means.
-    qkv_bias, output_bias: biases of the projections; None: as the config's `attention_bias` says.
+    qkv_bias, output_bias: biases of the projections; None: as the config's `attention_bias` says, or, for the output,
+        `attention_out_bias` where the family knows it.
     windows: which layers see a window only: those that `layer_types` names, by default all but every `full_every`-th;
         or all, if `sliding_window` is set.
     layer_rope: full and windowed layers turn by parameters of their own.
@@ -207,6 +208,17 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
             "sliding_window_pattern": 6,
+        },
+    ),
+    "SeedOssForCausalLM": Family(
+        "Seed-OSS",
+        "seed_oss",
+        gguf="seed_oss",
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "attention_bias": True,
+            "attention_out_bias": False,
         },
     ),
 }

@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": False, "no_rope_layer_interval": 4},
     "granite": {},
     "olmo2": {},
+    "seed-oss": {},
     "olmo3": {},
     "olmo3, yarn": {},
     "phi3": {},
