@@ -62,7 +62,9 @@ def test_the_page_of_models_is_up_to_date() -> None:
 def test_the_weights_of_a_text_part_are_found_and_other_parts_are_left(tmp_path: Path) -> None:
     folder = tiny_families.write("gemma3", tmp_path / "text")
     expected = first_logits(folder)
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    # Copies: what is loaded is a view of the file, which is written anew.
+    weights = {name: weight.clone() for name, weight in load_file(folder / "model.safetensors").items()}
     for prefix, head in (("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")):
         renamed = {
             name.replace("model.", prefix, 1) if name.startswith("model.") else name.replace("lm_head.", head): weight
