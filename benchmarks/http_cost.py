@@ -171,9 +171,9 @@ async def _drive(port: int, figures: Figures) -> None:
     await asyncio.sleep(2.0)  # HAProxy takes its new backends up by a restart
     await connect(port, 1, 0)
     await asyncio.sleep(1.0)
+    figures.saturated = await saturated(port)  # first: a server that cannot keep the other's pace is left with a queue
+    await asyncio.sleep(3.0)
     figures.paced = await paced(port)
-    figures.saturated = await saturated(port)
-    await asyncio.sleep(0.5)
 
 
 def main() -> None:
