@@ -99,7 +99,7 @@ def running(folder: Path, *, replicas: int, ingresses: int = 1, num_cpus: int = 
     port = free_port()
     defaults = {
         "model": str(model), "served_model_name": "tiny", "max_model_len": 2048, "num_gpu_blocks_override": 2048,
-        "num_threads": 1, "max_num_seqs": 32, "max_queue_size": 512, "num_replicas": replicas,
+        "dtype": "float32", "num_threads": 1, "max_num_seqs": 32, "max_queue_size": 512, "num_replicas": replicas,
         "num_ingress_replicas": ingresses,
     }  # fmt: skip
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, namespace="serve")
