@@ -44,8 +44,8 @@ def cluster() -> Iterator[None]:
 
 def run(model_dir: Path, **settings: Any) -> None:
     defaults = {
-        "model": str(model_dir), "max_model_len": 4096, "num_gpu_blocks_override": 600, "num_threads": 1, "dtype": "float32",
-        "max_num_seqs": 4, "max_queue_size": 2, "served_model_name": "tiny",
+        "model": str(model_dir), "max_model_len": 4096, "num_gpu_blocks_override": 600, "num_threads": 1,
+        "dtype": "float32", "max_num_seqs": 4, "max_queue_size": 2, "served_model_name": "tiny",
     }  # fmt: skip
     serve.run(app.build(defaults | settings), name="nanoserve", route_prefix="/")
 
