@@ -65,6 +65,11 @@ class Pool:
             time.sleep(0.1)
 
 
+def session_logs() -> Path:
+    """The folder of the running cluster's logs."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 

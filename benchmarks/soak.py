@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import ray
 
-from benchmarks.pool import Pool, running
+from benchmarks.pool import Pool, running, session_logs
 
 SAMPLE_S = 5.0
 MAX_GROWTH = 1.05
@@ -163,10 +162,6 @@ def log_errors(folder: Path) -> list[str]:
     return found
 
 
-def logs_of_this_session() -> Path:
-    return Path(ray._private.worker._global_node.get_logs_dir_path())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
@@ -185,7 +180,7 @@ def main() -> int:
         except TimeoutError as error:
             report.wrong.append(f"{error}: {pool.held()}")
         values = pool.metrics()
-        report.wrong += log_errors(logs_of_this_session())
+        report.wrong += log_errors(session_logs())
     print(
         json.dumps(
             {"answers": report.answers, "tokens": report.tokens, "preemptions": values["vllm:num_preemptions_total"]}
