@@ -4,10 +4,13 @@ Serve's own counts stop at its handles, and what waits in our queue has not reac
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from app.admission import Admission
 from app.signals import DOOR_REPORT_S, DoorReport
+
+logger = logging.getLogger("ray.serve")
 
 INTERVAL_S = DOOR_REPORT_S / 5
 
@@ -25,5 +28,8 @@ async def report_queue(
         if admission.waiting or told:
             told = admission.waiting > 0
             report = DoorReport(name, admission.waiting, admission.waiting_tokens, admission.longest_wait_s())
-            await send(report)
+            try:
+                await send(report)
+            except Exception as error:  # no replica is there, or they are just going
+                logger.debug("A report of the queue was not sent: %r", error)
         await sleep(INTERVAL_S)

@@ -14,6 +14,8 @@ async def test_it_tells_while_anything_waits_and_once_that_nothing_does() -> Non
 
     async def send(report: DoorReport) -> None:
         sent.append(report)
+        if len(sent) == 1:
+            raise RuntimeError("there is no replica")
 
     async def sleep(_: float) -> None:
         await ticks.acquire()
@@ -27,10 +29,15 @@ async def test_it_tells_while_anything_waits_and_once_that_nothing_does() -> Non
     await tick()
     tickets = admission.reserve([Claim(100)] * 3)
     await tick()
+    await tick()
     for ticket in tickets:
         ticket.release()
     await tick()
     await tick()
     task.cancel()
-    assert [(report.ingress, report.waiting, report.tokens) for report in sent] == [("me", 2, 200), ("me", 0, 0)]
+    assert [(report.ingress, report.waiting, report.tokens) for report in sent] == [
+        ("me", 2, 200),
+        ("me", 2, 200),
+        ("me", 0, 0),
+    ]
     assert sent[0].age_s >= 0
