@@ -19,8 +19,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-MAX_KNOWN_BLOCKS = 500_000
-"""Digests remembered, over all replicas; some 150 bytes each."""
+MAX_KNOWN_BLOCKS = 200_000
+"""Digests remembered of each replica, if its cache has that many blocks; some 150 bytes each."""
 
 MAX_SESSIONS = 50_000
 
@@ -37,18 +37,19 @@ FULL_KV = 0.05
 @dataclass(frozen=True, slots=True)
 class Busy:
     """requests: that a replica has, of `slots` that it can run at once. kv_free: share of its KV cache that no running
-    request holds."""
+    request holds. blocks: of its KV cache."""
 
     requests: int = 0
     slots: int = 8
     kv_free: float = 1.0
+    blocks: int = MAX_KNOWN_BLOCKS
 
 
 class Affinity:
     """The choice alone, without Serve. Replicas are names."""
 
     def __init__(self) -> None:
-        self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
+        self._known: dict[str, OrderedDict[bytes, None]] = {}  # of each replica, least recently used first
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._mean_blocks = 8.0
 
@@ -56,41 +57,51 @@ class Affinity:
         self, hashes: Sequence[bytes], session: str | None, replicas: Mapping[str, Busy]
     ) -> tuple[list[str], dict[str, int]]:
         """Replicas, best first, and how many leading blocks of the prompt each is thought to have."""
-        found = self._found(hashes, replicas)
+        found = self.found(hashes, replicas)
         known = any(found.values())
         home = None if known and session is None else self._home(hashes, session, replicas)
         costs = {name: self._cost(len(hashes), found[name], name == home, busy) for name, busy in replicas.items()}
-        return sorted(replicas, key=lambda name: (costs[name], random.random())), found
+        ranked = sorted(replicas, key=lambda name: (costs[name], random.random()))
+        if ranked:
+            least = min(ranked, key=lambda name: replicas[name].requests)
+            if _is_left_out(replicas[least], replicas[ranked[0]]):
+                ranked.remove(least)
+                ranked.insert(0, least)
+        return ranked, found
 
-    def learn(self, hashes: Sequence[bytes], session: str | None, replica: str) -> None:
-        """A request was sent to `replica`: its prompt will be in the cache there."""
+    def learn(self, hashes: Sequence[bytes], session: str | None, replica: str, busy: Busy) -> None:
+        """A request was sent to `replica`: its prompt will be in the cache there, and what is used least no more."""
         self._mean_blocks += 0.05 * (max(1, len(hashes)) - self._mean_blocks)
-        holders = self._holders
-        for digest in hashes[:MAX_BLOCKS_LOOKED_AT]:
-            known = holders.get(digest)
-            if known is None:
-                holders[digest] = {replica}
-            else:
-                known.add(replica)
-                holders.move_to_end(digest)
-        while len(holders) > MAX_KNOWN_BLOCKS:
-            holders.popitem(last=False)
+        known = self._known.setdefault(replica, OrderedDict())
+        # As the engine does: the end of a chain is forgotten before its beginning.
+        for digest in reversed(hashes[:MAX_BLOCKS_LOOKED_AT]):
+            known[digest] = None
+            known.move_to_end(digest)
+        while len(known) > min(busy.blocks, MAX_KNOWN_BLOCKS):
+            known.popitem(last=False)
         if session is not None:
             self._sessions[session] = replica
             self._sessions.move_to_end(session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
 
-    def _found(self, hashes: Sequence[bytes], replicas: Collection[str]) -> dict[str, int]:
-        found = dict.fromkeys(replicas, 0)
-        left = set(replicas)
-        for depth, digest in enumerate(hashes[:MAX_BLOCKS_LOOKED_AT], 1):
-            left &= self._holders.get(digest, _NOBODY)
-            if not left:
-                break
-            for name in left:
-                found[name] = depth
-        return found
+    def found(self, hashes: Sequence[bytes], replicas: Collection[str]) -> dict[str, int]:
+        """How many leading blocks of a prompt each replica is thought to have."""
+        return {name: self._depth(hashes, name) for name in replicas}
+
+    def _depth(self, hashes: Sequence[bytes], replica: str) -> int:
+        known = self._known.get(replica)
+        if known is None:
+            return 0
+        # Who has a block has all before it.
+        low, high = 0, min(len(hashes), MAX_BLOCKS_LOOKED_AT)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in known:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def _home(self, hashes: Sequence[bytes], session: str | None, replicas: Collection[str]) -> str | None:
         if session is not None:
@@ -104,29 +115,25 @@ class Affinity:
     def _cost(self, num_blocks: int, found: int, at_home: bool, busy: Busy) -> float:
         """Blocks to compute, and those that others have to be computed or decoded first.
 
-        A replica slows down as its batch fills: half of its places taken outweigh a whole cached prompt of the usual
-        length. A request over its places waits for one to end, which takes as long as a prompt or more.
+        Below its places a replica slows down little as they fill. A request over them waits for one to end, which takes
+        as long as half a prompt of the usual length or more.
         """
         usual = self._mean_blocks
-        missing = float(num_blocks - found)
-        if at_home:  # others may have sent its like there
-            missing -= max(0.5 * missing, 0.5 * usual)
-        queue = busy.requests * 2 * usual / busy.slots + max(0, busy.requests - busy.slots) * usual
+        # Others will have sent its like home: if not by load, they all send it to the same one.
+        missing = -0.5 * usual if at_home else float(num_blocks - found)
+        queue = (0.25 * busy.requests / busy.slots + 0.5 * max(0, busy.requests - busy.slots)) * usual
         return missing + queue + (usual + num_blocks if busy.kv_free < FULL_KV else 0.0)
 
     def forget(self, gone: Collection[str]) -> None:
-        """Replicas that are no more; O(everything known), at a change of the pool."""
-        if not gone:
-            return
-        for digest in [digest for digest, holders in self._holders.items() if not holders.isdisjoint(gone)]:
-            left = self._holders[digest].difference(gone)
-            if left:
-                self._holders[digest] = left
-            else:
-                del self._holders[digest]
+        """Replicas that are no more."""
+        for name in gone:
+            self._known.pop(name, None)
 
 
-_NOBODY: frozenset[str] = frozenset()
+def _is_left_out(least: Busy, best: Busy) -> bool:
+    """Whether a replica has so little beside the best for a prompt that it should learn the prompt too: a new one knows
+    none, and would otherwise get nothing before all others are full."""
+    return best.requests > 2 * least.requests + best.slots / 4
 
 
 def _weight(key: str, replica: str) -> int:
@@ -172,8 +179,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         hashes, session = _keys(pending_request)
         name = replica_id.unique_id
         if hashes or session:
-            self._pool.note(name, len(hashes), self._affinity._found(hashes, [name])[name])
-            self._affinity.learn(hashes, session, name)
+            self._pool.note(name, len(hashes), self._affinity.found(hashes, [name])[name])
+            replica = self._replicas.get(replica_id)
+            self._affinity.learn(hashes, session, name, Busy() if replica is None else self._busy(replica))
 
     def _busy(self, replica: RunningReplica) -> Busy:
         """By the length of its queue as of its last answer, or as it reported when that is too long ago."""
@@ -183,7 +191,12 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             requests = int(stats.get("load", 0))
             # Known well enough, so that Serve does not ask the replica first; a full one would refuse.
             self._replica_queue_len_cache.update(replica.replica_id, requests)
-        return Busy(requests, int(stats.get("slots", 8)), float(stats.get("kv_free", 1.0)))
+        return Busy(
+            requests,
+            int(stats.get("slots", 8)),
+            float(stats.get("kv_free", 1.0)),
+            int(stats.get("blocks", MAX_KNOWN_BLOCKS)),
+        )
 
 
 def _keys(request: PendingRequest | None) -> tuple[Sequence[bytes], str | None]:

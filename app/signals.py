@@ -62,10 +62,11 @@ class Signals:
         }
 
     def routing(self, stats: EngineStats) -> dict[str, float]:
-        """What a router weighs: places, requests there, and the share of the KV cache that running ones leave."""
+        """What a router weighs: places, requests there, the size of the KV cache and what running ones leave of it."""
         return {
             "slots": self._slots,
             "load": stats.num_running + stats.num_waiting,
+            "blocks": stats.total_blocks,
             "kv_free": 1.0 - stats.live_blocks / stats.total_blocks,
         }
 

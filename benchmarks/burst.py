@@ -16,7 +16,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ async def _read(response: httpx.Response, outcome: Outcome, begin: float) -> Non
     if response.status_code != 200:
         outcome.error = (await response.aread()).decode()
         return
-    async for line in response.aiter_lines():
+    async for line in _lines(response):
         if line.startswith("data: {"):
             if outcome.first_token_s is None:
                 outcome.first_token_s = time.perf_counter() - begin
@@ -77,6 +77,15 @@ async def _read(response: httpx.Response, outcome: Outcome, begin: float) -> Non
         elif line.startswith(":"):
             outcome.comments += 1
         outcome.done |= line == "data: [DONE]"
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """httpx's own would split at the line separators of Unicode too, which a text may have."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 @dataclass(slots=True)

@@ -50,10 +50,13 @@ TOKEN_S = 0.0002
 SLOTS = 16
 NUM_BLOCKS = GROUPS // 3 * PREFIX // BLOCK + SLOTS * (TAIL + OUTPUT) // BLOCK + 32
 
+_RAY_LLM = "ray.llm._internal.serve.routing_policies"
+
 ROUTERS: dict[str, Any] = {
     "nanoserve": AffinityRouter,
     "power of two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "Ray's prefix affinity": "ray.serve.llm.request_router:PrefixCacheAffinityRouter",
+    # By its own module: ray.serve.llm would need the packages of Ray's LLM server.
+    "Ray's prefix affinity": f"{_RAY_LLM}.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter",
 }
 
 
@@ -113,7 +116,7 @@ class Caller:
         return times
 
     async def _ask(self, name: str) -> float:
-        group = min(int(self._rng.paretovariate(0.7)) - 1, GROUPS * 50) % GROUPS
+        (group,) = self._rng.choices(range(GROUPS), [1 / (1 + i) ** 0.7 for i in range(GROUPS)])
         ids = [group * PREFIX + i for i in range(PREFIX)] + [self._rng.randrange(40_000) for _ in range(TAIL)]
         submission = PromptSubmission(
             name, ids, SamplingParams(temperature=0.0, max_tokens=OUTPUT), block_hashes=block_hashes(ids, BLOCK)

@@ -29,7 +29,7 @@ def best(affinity: Affinity, hashes: list[bytes], busy: dict[str, Busy] = IDLE, 
 def test_a_known_prefix_goes_where_it_is() -> None:
     affinity = Affinity()
     for group, name in enumerate(NAMES):
-        affinity.learn(prompt(group, 1), None, name)
+        affinity.learn(prompt(group, 1), None, name, Busy())
     for group, name in enumerate(NAMES):
         assert best(affinity, prompt(group, 2)) == name
         assert affinity.rank(prompt(group, 2), None, IDLE)[1][name] == 28
@@ -38,17 +38,17 @@ def test_a_known_prefix_goes_where_it_is() -> None:
 def test_a_busy_replica_gives_its_prefix_away() -> None:
     affinity = Affinity()
     for suffix in range(40):
-        affinity.learn(prompt(1, suffix), None, "a")
-    some, many = IDLE | {"a": Busy(4, 16)}, IDLE | {"a": Busy(12, 16)}
+        affinity.learn(prompt(1, suffix), None, "a", Busy())
+    some, many = IDLE | {"a": Busy(4, 16)}, IDLE | {"a": Busy(18, 16)}
     assert best(affinity, prompt(1, 99), some) == "a"
     assert best(affinity, prompt(1, 99), many) != "a"
-    everybody = dict.fromkeys(NAMES, Busy(12, 16))
+    everybody = dict.fromkeys(NAMES, Busy(15, 16))
     assert best(affinity, prompt(1, 99), everybody) == "a"
 
 
 def test_a_replica_without_free_kv_gives_its_prefix_away() -> None:
     affinity = Affinity()
-    affinity.learn(prompt(1), None, "a")
+    affinity.learn(prompt(1), None, "a", Busy())
     full = IDLE | {"a": Busy(2, 16, kv_free=FULL_KV / 2)}
     assert best(affinity, prompt(1, 2), full) != "a"
 
@@ -66,7 +66,7 @@ def test_ingress_replicas_agree_about_prompts_and_sessions_that_neither_knows() 
 
 def test_a_session_stays_where_it_is() -> None:
     affinity = Affinity()
-    affinity.learn([], "chat", "c")
+    affinity.learn([], "chat", "c", Busy())
     assert best(affinity, prompt(5), session="chat") == "c"
     without = {name: busy for name, busy in IDLE.items() if name != "c"}
     assert best(affinity, prompt(5), without, session="chat") in without
@@ -82,12 +82,21 @@ def test_a_change_of_the_pool_moves_only_the_prompts_of_those_that_left() -> Non
 
 def test_who_is_gone_is_forgotten() -> None:
     affinity = Affinity()
-    affinity.learn(prompt(1), None, "a")
-    affinity.learn(prompt(1), None, "b")
+    affinity.learn(prompt(1), None, "a", Busy())
+    affinity.learn(prompt(1), None, "b", Busy())
     affinity.forget({"a"})
     assert affinity.rank(prompt(1), None, IDLE)[1] == {"a": 0, "b": 32, "c": 0, "d": 0}
     affinity.forget({"b"})
-    assert not affinity._holders
+    assert not affinity._known
+
+
+def test_what_a_cache_cannot_hold_is_forgotten_the_oldest_and_the_ends_first() -> None:
+    affinity = Affinity()
+    small = Busy(blocks=40)
+    for group in (1, 2, 1):
+        affinity.learn(prompt(group, blocks=28), None, "a", small)
+    assert affinity.found(prompt(1, blocks=28), ["a"]) == {"a": 28}
+    assert affinity.found(prompt(2, blocks=28), ["a"]) == {"a": 12}
 
 
 def test_a_new_replica_gets_its_share_of_one_prefix_that_all_use() -> None:
@@ -96,7 +105,7 @@ def test_a_new_replica_gets_its_share_of_one_prefix_that_all_use() -> None:
     rng = random.Random(1)
     for suffix in range(50):
         for name in "abc":
-            affinity.learn(prompt(7, suffix), None, name)
+            affinity.learn(prompt(7, suffix), None, name, Busy())
     running: list[str] = []
     got: Counter[str] = Counter()
     for suffix in range(100, 1000):
@@ -104,7 +113,7 @@ def test_a_new_replica_gets_its_share_of_one_prefix_that_all_use() -> None:
         busy = {name: Busy(load[name], 16) for name in NAMES}
         hashes = prompt(7, suffix)
         name = best(affinity, hashes, busy)
-        affinity.learn(hashes, None, name)
+        affinity.learn(hashes, None, name, Busy())
         running.append(name)
         got[name] += 1
         if len(running) > 50:
