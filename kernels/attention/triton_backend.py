@@ -93,7 +93,7 @@ class TritonBackend(AttentionBackend):
             return gathered_attention(q, k_cache, v_cache, metadata, scale, window, soft_cap)
         heads, kv_heads = q.shape[1], k_cache.shape[1]
         group = heads // kv_heads
-        tiles = choose_tiles(self.gpu, q.shape[2], group, metadata.max_query_len, q.dtype)
+        tiles = choose_tiles(self.gpu, q.shape[2], group, metadata.max_query_len, q.dtype, k_cache.dtype)
         rows = len(metadata.seq_lens)
         programs = kv_heads * (rows if tiles.decode else len(q) * group // tiles.block_m + rows)
         longest = min(metadata.max_seq_len, window + 1) if window else metadata.max_seq_len

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention.backend import FP8
 from kernels.gpu import Gpu
 
 SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -39,20 +40,22 @@ def has_dot(capability: tuple[int, int]) -> bool:
     return capability >= (8, 0)
 
 
-def choose_tiles(gpu: Gpu, head_dim: int, group: int, max_query_len: int, dtype: torch.dtype) -> Tiles:
-    """group: query heads of a KV head; dtype: of the queries.
+def choose_tiles(
+    gpu: Gpu, head_dim: int, group: int, max_query_len: int, dtype: torch.dtype, stored: torch.dtype
+) -> Tiles:
+    """group: query heads of a KV head; dtype: of the queries; stored: what the cache holds.
 
     On a card without tensor cores for tl.dot only decodes have tiles: max_query_len is 1 there.
     """
     width = 1 << (head_dim - 1).bit_length()  # head_dim as the kernel pads it
     rows = 1 << (group - 1).bit_length()
     if not has_dot(gpu.capability):
-        return Tiles(rows, max(1, 8192 // (rows * width)), 4, 1, decode=True, dot=False)
+        return Tiles(rows, max(1, 4096 // (rows * width)), 4, 1, decode=True, dot=False)
     wide = dtype is torch.float32
     precision = "tf32x3" if wide else "ieee"
     roomy = gpu.capability in ((8, 0), (9, 0), (10, 0))
     if max_query_len <= 1:
-        block_n = 128 if width <= 128 else 64
+        block_n = 128 if width <= 128 and stored is not FP8 else 64  # decoding takes registers
         if wide:
             block_n = 32
         stages = 3 if roomy and not wide else 2
@@ -62,7 +65,7 @@ def choose_tiles(gpu: Gpu, head_dim: int, group: int, max_query_len: int, dtype:
     if max_query_len * group <= 32:  # a few tokens each: drafts that are checked, ends of prompts
         return Tiles(max(32, rows), 64, 4, 2, decode=False)
     if gpu.capability[0] in (9, 10):  # their tensor cores take 64 rows a warp group and the tiles from shared memory
-        return Tiles(max(128, rows), 64, 8, 3 if width <= 128 else 2, decode=False)
+        return Tiles(max(128, rows), 64 if width <= 128 else 32, 8, 3 if width <= 128 else 2, decode=False)
     # Older and smaller cards hold queries and sums in registers, 255 a thread: wider tiles would spill.
     return Tiles(max(64 if width <= 128 else 32, rows), 32, 4, 2, decode=False)
 

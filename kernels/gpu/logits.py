@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = 2048
 
 
 @triton.jit(do_not_specialize=["words"])

@@ -160,6 +160,15 @@ def _chunk_kernel(logits, rows, temperatures, thresholds, own, best, best_at, ma
 
 
 @triton.jit
+def _best_kernel(best, best_at, tokens, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, PADDED)
+    bests = tl.load(best + i * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    _, where = tl.max(bests, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(tokens + i, tl.load(best_at + i * CHUNKS + where).to(tl.int64))
+
+
+@triton.jit
 def _draw_kernel(logits, rows, temperatures, thresholds, seeds, positions, best, best_at, mass, tokens, vocab,
                  logits_row, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
@@ -167,14 +176,10 @@ def _draw_kernel(logits, rows, temperatures, thresholds, seeds, positions, best,
     inside = chunk < CHUNKS
     bests = tl.load(best + i * CHUNKS + chunk, mask=inside, other=float("-inf"))
     highest, where = tl.max(bests, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    greedy = tl.load(best_at + i * CHUNKS + where).to(tl.int64)
-    if mass is None:
-        tl.store(tokens + i, greedy)
-        return
     row = tl.load(rows + i)
     temperature = tl.load(temperatures + row)
     if temperature == 0.0:
-        tl.store(tokens + i, greedy)
+        tl.store(tokens + i, tl.load(best_at + i * CHUNKS + where).to(tl.int64))
         return
     masses = tl.load(mass + i * CHUNKS + chunk, mask=inside, other=0.0) * tl.exp(bests - highest)
     cumulative = tl.cumsum(masses, axis=0)
@@ -249,10 +254,14 @@ def choose(
         scratch = torch.empty(n, 2 * LANES, dtype=torch.float32, device=logits.device)
         _threshold_kernel[(n,)](
             logits, rows, temperature, *filters, scratch, thresholds, vocab, logits.stride(0), CANDIDATES=CANDIDATES,
-            LANES=LANES, num_warps=16,
+            LANES=LANES, num_warps=16, maxnreg=128,  # left alone, ptxas aims at 64 registers and spills
         )  # fmt: skip
     best, best_at, mass = _chunks(logits, rows, temperature, thresholds, True)
-    _draw(logits, rows, temperature, thresholds, seeds, positions, best, best_at, mass, tokens)
+    chunks = best.shape[1]
+    _draw_kernel[(n,)](
+        logits, rows, temperature, thresholds, seeds, positions, best, best_at, mass, tokens, vocab, logits.stride(0),
+        CHUNK=CHUNK, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=4,
+    )  # fmt: skip
     return tokens
 
 
@@ -261,7 +270,10 @@ def argmax(logits: Tensor) -> Tensor:
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         best, best_at, _ = _chunks(logits, None, None, None, False)
-        _draw(logits, None, None, None, None, None, best, best_at, None, tokens)
+        chunks = best.shape[1]
+        _best_kernel[(len(logits),)](
+            best, best_at, tokens, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1
+        )  # fmt: skip
     return tokens
 
 
@@ -303,23 +315,3 @@ def _chunks(
         num_warps=4,
     )  # fmt: skip
     return best, best_at, mass
-
-
-def _draw(
-    logits: Tensor,
-    rows: Tensor | None,
-    temperature: Tensor | None,
-    thresholds: Tensor | None,
-    seeds: Tensor | None,
-    positions: Tensor | None,
-    best: Tensor,
-    best_at: Tensor,
-    mass: Tensor | None,
-    tokens: Tensor,
-) -> None:
-    n, vocab = logits.shape
-    chunks = best.shape[1]
-    _draw_kernel[(n,)](
-        logits, rows, temperature, thresholds, seeds, positions, best, best_at, mass, tokens, vocab, logits.stride(0),
-        CHUNK=CHUNK, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=4,
-    )  # fmt: skip

@@ -107,6 +107,7 @@ KERNELS = {
     "_merge_kernel",
     "_threshold_kernel",
     "_chunk_kernel",
+    "_best_kernel",
     "_draw_kernel",
     "_logprob_kernel",
 }
@@ -123,32 +124,46 @@ def compile_all(capability: tuple[int, int]) -> dict[str, list[Compiled]]:
 
 
 def _cases(capability: tuple[int, int]) -> dict[str, Callable[[], object]]:
-    """Each case's launches. Prompts run in Triton on cards with tensor cores that it can use."""
+    """Each case's launches: every kernel for every card, and each further form where cards or formats differ.
+
+    Prompts run in Triton on cards with tensor cores that it can use. Compilation takes a second a launch, so cards that
+    share their tiles share the forms.
+    """
     dtype = BF16 if capability >= (8, 0) else FP16
     cases: dict[str, Callable[[], object]] = {
         "norm": lambda: norm.add_rms_norm(*(torch.zeros(4, 4096, dtype=dtype),) * 2, torch.zeros(4096, dtype=dtype), 1),
-        "head norm": lambda: norm.rms_norm(torch.zeros(4, 8, 128, dtype=dtype), torch.zeros(128, dtype=dtype), 1.0),
         "silu": lambda: activation.silu_and_mul(torch.zeros(4, 6144, dtype=dtype)),
         "bitmask": lambda: logits.apply_bitmask(
             torch.zeros(2, 151_936), torch.zeros(2, 4748, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
         ),
         "penalties": _penalise,
         "sampler": _sample,
-        "write": lambda: _write(capability, dtype, None),
-        "write int8": lambda: _write(capability, dtype, torch.int8),
         "write fp8": lambda: _write(capability, dtype, FP8),
         "decode": lambda: _attend(capability, dtype, None, 16, 8, 128, 256, 1, 1024),
         "decode int8 split": lambda: _attend(capability, dtype, torch.int8, 32, 4, 128, 8, 1, 8192),
-        "decode fp8": lambda: _attend(capability, dtype, FP8, 32, 4, 128, 256, 1, 1024),
-        "decode 256": lambda: _attend(capability, dtype, None, 8, 4, 256, 256, 1, 1024),
     }
-    if capability >= (8, 0):
+    if capability < (8, 0):
         cases |= {
-            "prompt": lambda: _attend(capability, dtype, None, 16, 8, 128, 4, 512, 1024),
+            "write bfloat16": lambda: _write(capability, BF16, FP8),
+            "decode bfloat16 fp8": lambda: _attend(capability, BF16, FP8, 32, 4, 128, 256, 1, 1024),
+        }
+        return cases
+    cases |= {
+        "prompt": lambda: _attend(capability, dtype, None, 16, 8, 128, 4, 512, 1024),
+        "prompt 256 window cap": lambda: _attend(capability, dtype, None, 8, 4, 256, 16, 512, 1024, 512, 50.0),
+    }
+    if capability in ((8, 6), (8, 9), (9, 0)):  # fp8 by whole numbers, and natively
+        cases |= {
+            "decode fp8": lambda: _attend(capability, dtype, FP8, 32, 4, 128, 256, 1, 1024),
             "prompt fp8": lambda: _attend(capability, dtype, FP8, 16, 8, 128, 4, 512, 1024),
-            "prompt 256 window cap": lambda: _attend(capability, dtype, None, 8, 4, 256, 4, 512, 1024, 512, 50.0),
-            "prompt float32": lambda: _attend(capability, FP32, None, 16, 8, 64, 4, 512, 1024),
+        }
+    if capability in ((8, 0), (9, 0), (12, 0)):
+        cases |= {
+            "write": lambda: _write(capability, dtype, None),
+            "write int8": lambda: _write(capability, dtype, torch.int8),
+            "decode 256": lambda: _attend(capability, dtype, None, 8, 4, 256, 256, 1, 1024),
             "few": lambda: _attend(capability, dtype, None, 16, 8, 128, 256, 4, 1024),
+            "prompt float32": lambda: _attend(capability, FP32, None, 16, 8, 64, 4, 512, 1024),
         }
     return cases
 

@@ -89,9 +89,9 @@ def test_caches_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
 @pytest.mark.parametrize("group", [1, 3, 7, 16, 64])
 @pytest.mark.parametrize("queries", [1, 4, 500])
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
-def test_a_tile_has_room_for_a_group_and_a_shape_for_tensor_cores(capability, group, queries, head_dim):
-    tiles = choose_tiles(Gpu(capability, 100), head_dim, group, queries, BF16)
+@pytest.mark.parametrize(("head_dim", "stored"), [(64, BF16), (96, FP8), (256, torch.int8)])
+def test_a_tile_has_room_for_a_group_and_a_shape_for_tensor_cores(capability, group, queries, head_dim, stored):
+    tiles = choose_tiles(Gpu(capability, 100), head_dim, group, queries, BF16, stored)
     assert tiles.block_m >= max(16, group)
     assert tiles.block_n >= 16
     assert tiles.decode == (queries == 1)
