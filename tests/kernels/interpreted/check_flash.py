@@ -108,23 +108,31 @@ def flash(request, monkeypatch):
     return backend(), block_size
 
 
+def paged(backend, *shape):
+    """A batch in the torch backend's layout, which is these backends' too, and written by it."""
+    batch = paged_batch(TorchBackend(), *shape)
+    caches = backend.kv_cache(*batch.k_cache.shape, torch.float32, "cpu")
+    assert [cache.shape for cache in caches] == [batch.k_cache.shape] * 2
+    return batch
+
+
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (20, 5.0)])
 @pytest.mark.parametrize("lens", [MIXED, DECODES])
 def test_it_computes_what_the_torch_backend_does(flash, lens, window, soft_cap):
     backend, block_size = flash
     for padding in (0, 3):
         shape = (*lens, 4, 2, 32, block_size, padding)
-        batch, plain = paged_batch(backend, *shape), paged_batch(TorchBackend(), *shape)
+        batch = paged(backend, *shape)
         rest = (32**-0.5, window, soft_cap)
         got = backend.attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, *rest)
-        expected = TorchBackend().attend(plain.q, plain.k_cache, plain.v_cache, plain.metadata, *rest)
+        expected = TorchBackend().attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, *rest)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
 
 
 def test_flash_2_decodes_by_its_kv_cache_function_and_mixes_by_varlen(flash):
     backend, block_size = flash
     for lens, padding in ((DECODES, 0), (DECODES, 2), (MIXED, 0)):
-        batch = paged_batch(backend, *lens, 4, 2, 32, block_size, padding)
+        batch = paged(backend, *lens, 4, 2, 32, block_size, padding)
         backend.attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.2)
     expected = {"flash-attn": ["with_kvcache", "varlen", "varlen"], "flash-attn-3": ["with_kvcache"] * 3}
     assert expected[backend.name] == CALLS
@@ -132,7 +140,7 @@ def test_flash_2_decodes_by_its_kv_cache_function_and_mixes_by_varlen(flash):
 
 def test_rows_of_padding_sequences_are_zeros(flash):
     backend, block_size = flash
-    batch = paged_batch(backend, [9, 40, 1, 1], [1, 1, 0, 0], 4, 2, 32, block_size, padding_tokens=2)
+    batch = paged(backend, [9, 40, 1, 1], [1, 1, 0, 0], 4, 2, 32, block_size, 2)
     got = backend.attend(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.2)
     assert got[:2].abs().sum() > 0
     assert not got[2:].any()
