@@ -159,11 +159,14 @@ def _cases(capability: tuple[int, int]) -> dict[str, Callable[[], object]]:
         }
     if capability in ((8, 0), (9, 0), (12, 0)):
         cases |= {
+            "decode 256": lambda: _attend(capability, dtype, None, 8, 4, 256, 256, 1, 1024),
+            "prompt float32": lambda: _attend(capability, FP32, None, 16, 8, 64, 4, 512, 1024),
+        }
+    if capability == (9, 0):
+        cases |= {
             "write": lambda: _write(capability, dtype, None),
             "write int8": lambda: _write(capability, dtype, torch.int8),
-            "decode 256": lambda: _attend(capability, dtype, None, 8, 4, 256, 256, 1, 1024),
             "few": lambda: _attend(capability, dtype, None, 16, 8, 128, 256, 4, 1024),
-            "prompt float32": lambda: _attend(capability, FP32, None, 16, 8, 64, 4, 512, 1024),
         }
     return cases
 
