@@ -1,6 +1,7 @@
 """Norms, activation, masks and penalties.
 
-The interpreter cuts float32 to bfloat16 where a GPU rounds to the nearest: bfloat16 is compared to within its steps.
+The interpreter cuts float32 to bfloat16 where a GPU rounds to the nearest: bfloat16 is compared to within two of its
+steps.
 """
 
 import pytest
@@ -11,7 +12,7 @@ from kernels.gpu import activation as gpu_activation
 from kernels.gpu import logits as gpu_logits
 from kernels.gpu import norm
 
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2**-6}
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2**-5}
 
 
 def close(got, expected):
