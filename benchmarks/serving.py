@@ -12,6 +12,7 @@ One server runs at a time. With int8, llama.cpp serves Q8_0 and vLLM still float
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import sys
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             with serving(name, command(name, args.precision, args.model, args.threads)) as (port, model):
                 rows.append({"server": name} | measure(port, model, offline, args.streams, args.rounds))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         finally:
             if offline is not None:
                 offline.close()
