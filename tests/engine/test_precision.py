@@ -46,8 +46,18 @@ def test_without_the_kernels_a_cpu_runs_float32(model_config: ModelConfig, monke
     assert choose_precision(EngineConfig(), model_config, CPU) == EXACT
 
 
-def test_a_gpu_runs_a_narrow_type_unquantised(model_config: ModelConfig) -> None:
-    assert choose_precision(EngineConfig(), model_config, GPU) == Precision(torch.bfloat16, None, None)
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((12, 0), torch.bfloat16)]
+)
+def test_a_gpu_runs_the_narrow_type_that_it_has_tensor_cores_for(
+    capability: tuple[int, int], dtype: torch.dtype, model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_precision(EngineConfig(), model_config, GPU) == Precision(dtype, None, None)
+
+
+def test_a_gpu_takes_no_int8(model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match="quantization int8 is for a CPU"):
         choose_precision(EngineConfig(quantization="int8"), model_config, GPU)
 
