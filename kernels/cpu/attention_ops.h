@@ -1,6 +1,7 @@
 // The operators of attention: rotary embedding, the KV store, and the plan of a paged attention call.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "checks.h"
@@ -150,28 +151,23 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
                         " is outside the cache of ", v_cache.size(0), " blocks");
     }
     const int64_t total_rows = queries * group_heads;
-    const int64_t begin = first_seen(length[s] - queries), seen = length[s] - begin;
-    const bool cut = total_rows <= kTileRows && seen > part_tokens;
     for (int64_t h = 0; h < cache.kv_heads; ++h) {
-      if (cut) {
-        const int32_t parts = static_cast<int32_t>((seen + part_tokens - 1) / part_tokens);
-        for (int32_t part = 0; part < parts; ++part)
-          items.push_back({static_cast<int32_t>(s), static_cast<int32_t>(h), 0, static_cast<int32_t>(total_rows),
-                           static_cast<int32_t>(begin + part * part_tokens),
-                           static_cast<int32_t>(std::min<int64_t>(begin + (part + 1) * part_tokens, length[s])),
-                           static_cast<int32_t>(groups.size()), part});
-        groups.push_back({parts, parts, partial_size});
-        partial_size += parts * total_rows * (dim + 2);
-        continue;
-      }
       // The last rows see the most tokens: begin with them, so that short items fill up the end.
-      for (int64_t first = (total_rows - 1) / kTileRows * kTileRows; first >= 0; first -= kTileRows) {
-        const int64_t count = std::min<int64_t>(kTileRows, total_rows - first);
-        const int64_t position = length[s] - queries + first / group_heads;
-        const int64_t last = length[s] - queries + (first + count - 1) / group_heads + 1;
-        items.push_back({static_cast<int32_t>(s), static_cast<int32_t>(h), static_cast<int32_t>(first),
-                         static_cast<int32_t>(count), static_cast<int32_t>(first_seen(position)),
-                         static_cast<int32_t>(last), -1, 0});
+      for (int64_t row_of = (total_rows - 1) / kTileRows * kTileRows; row_of >= 0; row_of -= kTileRows) {
+        const int64_t count = std::min<int64_t>(kTileRows, total_rows - row_of);
+        const int64_t begin = first_seen(length[s] - queries + row_of / group_heads);
+        const int64_t end = length[s] - queries + (row_of + count - 1) / group_heads + 1;
+        // Cut at whole multiples, whatever else is computed beside a row: its sums have one order.
+        const int64_t first_part = begin / part_tokens, parts = (end - 1) / part_tokens + 1 - first_part;
+        for (int64_t part = 0; part < parts; ++part)
+          items.push_back({static_cast<int32_t>(s), static_cast<int32_t>(h), static_cast<int32_t>(row_of),
+                           static_cast<int32_t>(count),
+                           static_cast<int32_t>(std::max(begin, (first_part + part) * part_tokens)),
+                           static_cast<int32_t>(std::min(end, (first_part + part + 1) * part_tokens)),
+                           parts > 1 ? static_cast<int32_t>(groups.size()) : -1, static_cast<int32_t>(part)});
+        if (parts == 1) continue;
+        groups.push_back({static_cast<int32_t>(parts), static_cast<int32_t>(parts), partial_size});
+        partial_size += parts * count * (dim + 2);
       }
     }
   }
@@ -180,10 +176,10 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   const int64_t used = start[sequences] * heads * dim;
   std::fill(out.data_ptr<float>() + used, out.data_ptr<float>() + out.numel(), 0.0f);
   if (items.empty()) return out;
-  std::vector<float> partial(partial_size);
+  const std::unique_ptr<float[]> partial(new float[partial_size]);
   active->attend({q.const_data_ptr<float>(), q.stride(0), out.data_ptr<float>(), cache, heads, start, length, row,
                   tables, max_blocks, static_cast<float>(scale), window, static_cast<float>(soft_cap), items.data(), static_cast<int64_t>(items.size()),
-                  groups.data(), partial.data()},
+                  groups.data(), partial.get()},
                  threads());
   return out;
 }

@@ -17,7 +17,7 @@ from tests.app.test_lifecycle import Gate
 ENGINE = EngineStats(
     num_running=2, num_waiting=1, total_blocks=10, live_blocks=5, cached_blocks=3, free_blocks=2, prompt_tokens=1234567,
     cached_prompt_tokens=40, generation_tokens=50, preemptions=1, steps=9, slots_used=70,
-    waiting_tokens=30, queue_age_s=2.5,
+    waiting_tokens=30, queue_age_s=2.5, swap_out_bytes=0, swap_in_bytes=0,
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from benchmarks.peers import weights
+from benchmarks.peer_setup import hf_model
 from engine.config import DEFAULT_MODEL
 from tests.conformance.environments import INSIDE, python_environment, run_inside
 from tests.conformance.report import Outcome, SuiteResult
@@ -19,7 +19,7 @@ TOLERANCE = 1e-3
 
 def run(server: Running) -> SuiteResult:
     python = python_environment("lm-eval", PACKAGES, with_project_packages=True)
-    model = weights(DEFAULT_MODEL)
+    model = hf_model(DEFAULT_MODEL)
     with tempfile.TemporaryDirectory() as folder:
         for name in ("questions.yaml", "questions.jsonl", "texts.yaml", "texts.jsonl", "scores.py"):
             shutil.copy(INSIDE / name, folder)

@@ -1,8 +1,12 @@
+import os
 from pathlib import Path
 
 import pytest
 
 from kernels import cpu_ops
+
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") else ["interpreted"]
+"""Run by `test_interpreted.py`, in a process of their own."""
 
 _AVX2 = {"avx2", "fma"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}

@@ -349,6 +349,23 @@ def test_a_windowed_prompt_in_chunks_gives_the_whole_prompts_answer(isa):
         torch.testing.assert_close(got, expected[first:last], rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_a_token_gets_the_same_bits_in_a_prompt_and_as_a_decode(isa, block_size, window, dtype):
+    """So an answer that is taken up from its tokens goes on as it would have."""
+    backend = CpuBackend(kv_dtype=dtype)
+    whole = paged_batch(backend, [1700], [1700], 6, 2, 64, block_size)
+    options = (whole.k_cache, whole.v_cache, whole.metadata, 0.125, window)
+    expected = backend.attend(whole.q, *options)
+    m = whole.metadata
+    for length in (300, 512, 513, 1100, 1700):
+        m.query_start = torch.tensor([0, 1], dtype=torch.int32)
+        m.seq_lens = torch.tensor([length], dtype=torch.int32)
+        got = backend.attend(whole.q[length - 1 : length].contiguous(), *options)
+        assert torch.equal(got[0], expected[length - 1])
+
+
 def test_nan_in_a_query_stays_in_its_row(isa):
     batch = paged_batch(CpuBackend(), [40, 700], [3, 1], 4, 2, 64, 16)
     clean = attend(CpuBackend(), batch)
