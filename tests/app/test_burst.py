@@ -25,8 +25,8 @@ def scaled_to_zero(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
         settings = {
             "model": str(model), "max_model_len": 1024, "num_gpu_blocks_override": 600, "num_threads": 1,
-            "max_num_seqs": 4, "max_queue_size": 10, "stream_commit_s": 0.2,
-            "min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 1, "downscale_to_zero_delay_s": 1,
+            "max_num_seqs": 2, "max_queue_size": 16, "stream_commit_s": 0.2,
+            "min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3, "downscale_to_zero_delay_s": 3,
         }  # fmt: skip
         serve.run(app.build(settings), name="nanoserve", route_prefix="/")
         wait_for_none(60)
@@ -37,11 +37,12 @@ def scaled_to_zero(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_a_burst_from_nothing_is_served_whole_and_leaves_nothing(scaled_to_zero: str) -> None:
-    outcomes, course = asyncio.run(burst(scaled_to_zero, clients=20, max_tokens=200))
-    assert [outcome.error for outcome in outcomes] == [None] * 20
-    assert all(outcome.done and outcome.tokens == 200 for outcome in outcomes)
+    # Enough work that it outlasts the start of a second replica: two at a time, 800 steps each.
+    outcomes, course = asyncio.run(burst(scaled_to_zero, clients=24, max_tokens=800))
+    assert [outcome.error for outcome in outcomes] == [None] * 24
+    assert all(outcome.done and outcome.tokens == 800 for outcome in outcomes)
     refused = [outcome for outcome in outcomes if outcome.retry_after]
-    assert len(refused) >= 5, "one calls for a replica, ten wait: the others are sent away with a time"
+    assert len(refused) >= 5, "one calls for a replica, sixteen wait: the others are sent away with a time"
     assert len({outcome.retry_after[0] for outcome in refused}) > 1, "and not all with the same"
     assert course.counts[0][1] == 0
     assert course.most == 2
