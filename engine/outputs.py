@@ -69,6 +69,7 @@ class EngineStats:
 
     waiting_tokens: to compute of the requests that wait, if the prefix cache has nothing of them. queue_age_s: how long
         the first of them has waited, when the statistics were taken.
+    swap_out_bytes, swap_in_bytes: KV copied to the host, and back.
     """
 
     num_running: int
@@ -82,9 +83,9 @@ class EngineStats:
     generation_tokens: int
     preemptions: int
     steps: int
-    swap_out_bytes: int
-    swap_in_bytes: int
     slots_used: int
     """KV slots in live blocks that hold a token; over live_blocks x block_size this is the pool's fill."""
     waiting_tokens: int = 0
     queue_age_s: float = 0.0
+    swap_out_bytes: int = 0
+    swap_in_bytes: int = 0
