@@ -168,7 +168,7 @@ def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(tmp_
 
 def test_a_splitting_rule_that_is_not_known_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     file = write_gguf(folders["llama"], tmp_path / "m.gguf", pre="deepseek-coder")
-    with pytest.raises(ConfigError, match=r"'deepseek-coder'.*smollm, llama-bpe, qwen2"):
+    with pytest.raises(ConfigError, match=r"'deepseek-coder'.*smollm.*llama-bpe.*qwen2"):
         load_tokenizer(file)
 
 
