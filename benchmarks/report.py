@@ -28,7 +28,10 @@ def header(argv: Sequence[str], module: str, **more: Any) -> dict[str, Any]:
     """What was measured, when and on what: the class of the hardware, not its name."""
     about = machine()
     about.pop("cpu")
-    command = " ".join(["python -m", module, *argv])
+    words = list(argv)
+    if "--results" in words:  # where figures are written is no part of what was measured, and names a folder
+        del words[words.index("--results") : words.index("--results") + 2]
+    command = " ".join(["python -m", module, *words])
     return {"command": command, "hardware": hardware_class()} | about | more
 
 

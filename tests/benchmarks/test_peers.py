@@ -83,7 +83,7 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_header_names_the_class_of_the_hardware_and_no_machine() -> None:
-    head = report.header(["--rounds", "1"], "benchmarks.peers", precision="fp32")
+    head = report.header(["--results", "/a/b", "--rounds", "1"], "benchmarks.peers", precision="fp32")
     assert head["command"] == "python -m benchmarks.peers --rounds 1"
     assert "cores" in head["hardware"]
     assert "cpu" not in head
