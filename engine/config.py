@@ -22,7 +22,8 @@ class EngineConfig:
 
     model: an alias (`smollm2-135m`), a folder in Hugging Face layout, a `.gguf` file, or a Hub repository id.
     load_format: "dummy" makes seeded random weights from the model's config alone.
-    dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own type on a GPU.
+    dtype: of weights and activations; auto is float32 on a CPU, and on a GPU the checkpoint's own type: bfloat16 in
+        place of float32, float16 in place of bfloat16 where the card has no tensor cores for that.
     quantization: int8 computes weights and activations in 8 bits, on a CPU alone (docs/quantization.md); none, or
         None, keeps what the checkpoint holds; auto is int8 on a CPU unless `dtype` is given.
     kv_cache_dtype: what the KV cache stores; auto is int8 where auto made the weights so, else the type of the
