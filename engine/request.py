@@ -26,7 +26,7 @@ class Request:
     tenant: whose request it is; tenants share the engine fairly.
     is_batch: whether it only uses what nobody else wants.
     rank, arrival: its place in the order of service among its tenant's, lower is earlier; the last of all by rank is
-        the first to be preempted.
+        the first to be preempted. waits_since: when it last began to wait, by the queue's clock.
     limit: tokens (prompt and output) at which it ends by length.
     stop_ids: token ids that end it.
     prompt_logprobs: the prompt's log probabilities as far as they have come; None when none are to come.
@@ -66,6 +66,7 @@ class Request:
         "stop_ids",
         "tenant",
         "token_ids",
+        "waits_since",
     )
 
     def __init__(
@@ -98,6 +99,7 @@ class Request:
         self.salt = salt
         self.arrival = 0
         self.rank = 0.0
+        self.waits_since = 0.0
         self.row = -1
         self.status = Status.WAITING
         self.blocks: list[int] = []

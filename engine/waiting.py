@@ -27,7 +27,7 @@ class WaitingQueue:
         self._clock = clock
         self._ordinary: FairQueue[Request] = FairQueue()
         self._batch: FairQueue[Request] = FairQueue()
-        self._since: deque[tuple[float, Request]] = deque()  # in the order of coming; those that left stay until met
+        self._since: deque[tuple[float, Request]] = deque()  # in the order of coming; most that left stay until met
         self._arrivals = 0
         self._num = 0
         self.num_tokens = 0
@@ -48,7 +48,10 @@ class WaitingQueue:
         cost = len(request.token_ids) if request.num_cached_tokens is None else 0
         self._lane(request).push(request, request.tenant, request.rank, cost)
         self._count(request, 1)
-        self._since.append((self._clock(), request))
+        if len(self._since) > 2 * self._num + 64:  # nobody asks for the longest wait, or one waits very long
+            self._since = deque(filter(self._waits_still, self._since))
+        request.waits_since = self._clock()
+        self._since.append((request.waits_since, request))
 
     def pop(self) -> Entry[Request] | None:
         """Take out the next to be served, charged to its tenant; `put_back` undoes it."""
@@ -77,9 +80,14 @@ class WaitingQueue:
     def longest_wait_s(self) -> float:
         """Seconds that the first of those waiting has waited; 0 if none does."""
         since = self._since
-        while since and since[0][1] not in self._lane(since[0][1]):
+        while since and not self._waits_still(since[0]):
             since.popleft()
         return self._clock() - since[0][0] if since else 0.0
+
+    def _waits_still(self, since: tuple[float, Request]) -> bool:
+        """Whether the request has waited from then until now."""
+        at, request = since
+        return at == request.waits_since and request in self._lane(request)
 
     def _lane(self, request: Request) -> FairQueue[Request]:
         return self._batch if request.is_batch else self._ordinary

@@ -3,7 +3,9 @@
 import pytest
 
 from engine.engine import Engine
+from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.waiting import WaitingQueue
 from tests.scripted import ScriptedRunner, drain
 
 
@@ -43,6 +45,39 @@ def test_statistics_tell_what_waits() -> None:
     drain(engine)
     stats = engine.stats()
     assert (stats.num_waiting, stats.waiting_tokens, stats.queue_age_s) == (0, 0, 0)
+
+
+def waiting_request(name: str, is_batch: bool = False) -> Request:
+    return Request(name, [1, 2], [], params(4), seed=0, limit=6, stop_ids=(), is_batch=is_batch)
+
+
+def test_the_longest_wait_is_of_the_first_that_has_waited_all_the_time() -> None:
+    now = [10.0]
+    queue = WaitingQueue(lambda: now[0])
+    first, second, later = waiting_request("first"), waiting_request("second"), waiting_request("later")
+    queue.arrive(first)
+    now[0] = 11.0
+    queue.arrive(second)
+    for entry in [queue.pop(), queue.pop()]:
+        assert entry is not None
+    assert queue.longest_wait_s() == 0
+    now[0] = 14.0
+    queue.arrive(later)
+    now[0] = 15.0
+    queue.push(second)  # it has been preempted
+    now[0] = 17.0
+    assert queue.longest_wait_s() == 3.0
+    queue.remove(later)
+    assert queue.longest_wait_s() == 2.0
+
+
+def test_those_that_have_left_the_queue_are_forgotten_though_one_waits_for_ever() -> None:
+    queue = WaitingQueue(lambda: 0.0)
+    queue.arrive(waiting_request("patient", is_batch=True))
+    for i in range(1000):
+        queue.arrive(waiting_request(str(i)))
+        assert queue.pop() is not None
+    assert len(queue._since) < 100
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
