@@ -77,6 +77,8 @@ class Scheduler:
         """Queue a request. Its length has been checked against `max_total_tokens`."""
         if self.blocks.enable_prefix_caching:
             request.extend_hashes(request.token_ids, self.block_size, len(request.token_ids) // self.block_size)
+        else:
+            request.hashes = []  # or it would wait for blocks that others compute, and never find them
         self.requests[request.request_id] = request
         self.waiting.arrive(request)
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from engine.block_hash import block_hashes
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.fair_queue import PRIORITY_S
@@ -55,6 +56,15 @@ def test_a_full_hit_computes_only_the_last_token_and_writes_no_shared_block() ->
     assert plan.positions.tolist() == [7]
     assert plan.slots.tolist() == [-1]
     assert output.finished[0].num_cached_tokens == 8
+
+
+def test_without_a_prefix_cache_no_prompt_waits_for_an_identical_one() -> None:
+    runner = ScriptedRunner([5], eos_token_ids=(), max_num_batched_tokens=32)
+    e = Engine(runner, enable_prefix_caching=False)
+    for name in ("a", "b"):
+        e.add_request(name, tokens(12), params(2), block_hashes=block_hashes(tokens(12), runner.info.block_size))
+    e.step()
+    assert np.diff(runner.plans[-1].query_start).tolist() == [12, 12]
 
 
 def test_identical_prompts_are_computed_and_held_once() -> None:
