@@ -48,12 +48,14 @@ class Delivery:
     """New tokens of one request, from one step or from several; the last delivery says how it ended.
 
     logprobs: one entry for each of token_ids, if the request asked for them. prompt_logprobs: once, if asked for.
+    cached_tokens: prompt tokens that came from the prefix cache; in the first delivery at the latest, else 0.
     """
 
     token_ids: list[int]
     finished: Finished | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

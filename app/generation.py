@@ -160,6 +160,7 @@ class _Output:
             min_tokens=params.min_tokens,
         )
         self._aligner: EntryAligner | None = None
+        self._cached_tokens = 0
         self._shows_tokens = job.return_token_ids or params.logprobs is not None
         if params.logprobs is not None:
             self._aligner = EntryAligner(texts.of(params.skip_special_tokens), job.text_offset)
@@ -172,6 +173,8 @@ class _Output:
         """Raises `EngineFault` if the request failed."""
         text, job, finished = self._text, self._job, delivery.finished
         before = text.num_tokens
+        if delivery.cached_tokens:
+            self._cached_tokens = delivery.cached_tokens
         visible = _visible(delivery.token_ids, finished, job.params)
         shown = text.push(visible)
         plain = not self._shows_tokens and delivery.prompt_logprobs is None
@@ -205,7 +208,7 @@ class _Output:
         """Why the output ended, and its count: by a stop string, even if the engine gave another reason."""
         counted = self._job.counts_prompt
         num_prompt = len(self._job.prompt_ids) if counted else 0
-        cached_tokens = finished.num_cached_tokens if counted and finished is not None else 0
+        cached_tokens = self._cached_tokens if counted else 0
         if self._text.stop_reason is not None:
             return FinishReason.STOP, Usage(num_prompt, self._text.num_tokens, cached_tokens)
         if finished is None:

@@ -76,6 +76,7 @@ def _add(to: StepOutput, output: StepOutput) -> None:
     for request_id, logprobs in output.logprobs.items():
         to.logprobs.setdefault(request_id, []).extend(logprobs)
     to.prompt_logprobs.update(output.prompt_logprobs)
+    to.cached_tokens.update(output.cached_tokens)
 
 
 def split(output: StepOutput, outboxes: dict[str, Outbox]) -> dict[Outbox, StepOutput]:
@@ -101,6 +102,9 @@ def split(output: StepOutput, outboxes: dict[str, Outbox]) -> dict[Outbox, StepO
     for request_id, prompt_logprobs in output.prompt_logprobs.items():
         if (mine := part(request_id)) is not None:
             mine.prompt_logprobs[request_id] = prompt_logprobs
+    for request_id, cached_tokens in output.cached_tokens.items():
+        if (mine := part(request_id)) is not None:
+            mine.cached_tokens[request_id] = cached_tokens
     for finished in output.finished:
         if (mine := part(finished.request_id)) is not None:
             mine.finished.append(finished)

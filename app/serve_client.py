@@ -133,6 +133,9 @@ class ServeEngineClient:
         for request_id, prompt_logprobs in output.prompt_logprobs.items():
             if (stream := find(request_id)) is not None:
                 stream.prompt_logprobs = prompt_logprobs
+        for request_id, cached_tokens in output.cached_tokens.items():
+            if (stream := find(request_id)) is not None:
+                stream.cached_tokens = cached_tokens
         for finished in output.finished:
             if (stream := find(finished.request_id)) is not None:
                 stream.end(finished)
@@ -194,6 +197,7 @@ class ServeTokenStream:
         "_finished",
         "_on_close",
         "_waiter",
+        "cached_tokens",
         "closed",
         "ended",
         "logprobs",
@@ -213,6 +217,7 @@ class ServeTokenStream:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.cached_tokens = 0
         self._finished: Finished | None = None
         self._error: Exception | None = None
         self._on_close = on_close
@@ -231,11 +236,12 @@ class ServeTokenStream:
         finished, self._finished = self._finished, None
         if finished is not None:
             self._error = StopAsyncIteration()
-        if not self.logprobs and self.prompt_logprobs is None:
+        if not self.logprobs and self.prompt_logprobs is None and not self.cached_tokens:
             return Delivery(token_ids, finished)
         logprobs, self.logprobs = self.logprobs, []
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        return Delivery(token_ids, finished, logprobs, prompt_logprobs)
+        cached_tokens, self.cached_tokens = self.cached_tokens, 0
+        return Delivery(token_ids, finished, logprobs, prompt_logprobs, cached_tokens)
 
     def push(self, token_id: int) -> None:
         if self._error is None:

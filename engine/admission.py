@@ -15,7 +15,10 @@ MAX_SKIPPED = 16
 
 
 class Admission:
-    """num_prompt_tokens: of requests that have started; num_cached_prompt_tokens: of these, found in the cache."""
+    """num_prompt_tokens: of requests that have started; num_cached_prompt_tokens: of these, found in the cache.
+
+    found: by the id of each request for which the cache had something, how many tokens; whoever tells it clears it.
+    """
 
     def __init__(
         self, batch: Batch, blocks: BlockManager, waiting: WaitingQueue, running: Running, swap: SwapSpace | None
@@ -27,6 +30,7 @@ class Admission:
         self._swap = swap
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
+        self.found: dict[str, int] = {}
 
     def admit(
         self, budget: int, chunk: Callable[[int, int], int], computing: set[bytes]
@@ -95,3 +99,5 @@ class Admission:
             request.num_cached_tokens = min(reused, request.num_prompt)
             self.num_prompt_tokens += request.num_prompt
             self.num_cached_prompt_tokens += request.num_cached_tokens
+            if request.num_cached_tokens:
+                self.found[request.request_id] = request.num_cached_tokens

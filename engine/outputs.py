@@ -54,6 +54,8 @@ class StepOutput:
     logprobs: by the id of each request that asked for them, one entry for each of its tokens here, in order.
     prompt_logprobs: by request, one entry for each token of its prompt, None for the first; once in its life, with its
         first token or, if it makes none, with its end.
+    cached_tokens: by request, `num_cached_tokens` of its end, where that is not 0; once, before its first token or with
+        it: who stops reading before the end has been told.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -61,6 +63,7 @@ class StepOutput:
     finished: list[Finished] = field(default_factory=list)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

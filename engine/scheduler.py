@@ -223,6 +223,8 @@ class Scheduler:
             stopped = (batch.stop_ids[rows] == ids[:, None]).any(axis=1) & (num_tokens >= batch.stop_from[rows])
             ended |= stopped
         self.num_generated_tokens += len(ids)
+        if self.admission.found and len(ids):  # an output without tokens need not be delivered
+            output.cached_tokens, self.admission.found = self.admission.found, {}
         if plan.extras is not None:
             hand_out(plan, result, batch, output)
             self._end_scored(plan, output)

@@ -242,6 +242,18 @@ async def test_cached_tokens_are_reported(real: Serve) -> None:
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
 
 
+async def test_cached_tokens_are_reported_where_a_stop_string_ends_the_output(real: Serve) -> None:
+    async with real(block_size=16) as server:
+        prompt = ids_of_length(50)
+        text = (await server.complete(prompt, temperature=0)).json()["choices"][0]["text"]
+        options = {"temperature": 0, "stop": [text[4]]}
+        body = (await server.complete(prompt, **options)).json()
+        events = await server.stream_complete(prompt, stream_options={"include_usage": True}, **options)
+    assert body["choices"][0]["finish_reason"] == "stop"
+    for usage in (body["usage"], events.usage):
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 48}
+
+
 async def test_a_salt_keeps_prefixes_apart(real: Serve) -> None:
     async with real(block_size=16) as server:
         prompt = ids_of_length(50)

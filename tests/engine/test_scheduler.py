@@ -58,6 +58,18 @@ def test_a_full_hit_computes_only_the_last_token_and_writes_no_shared_block() ->
     assert output.finished[0].num_cached_tokens == 8
 
 
+def test_what_the_cache_had_of_a_prompt_is_told_once_with_tokens() -> None:
+    runner = ScriptedRunner([5], eos_token_ids=(), max_num_batched_tokens=8)
+    e = engine(runner)
+    e.add_request("cold", tokens(8), params(1))
+    drain(e)
+    e.add_request("warm", [*tokens(8), *tokens(12, 3)], params(3))
+    outputs = [e.step() for _ in range(4)]
+    assert [output.token_ids for output in outputs] == [[], [5], [5], [5]]
+    assert [output.cached_tokens for output in outputs] == [{}, {"warm": 8}, {}, {}]
+    assert outputs[-1].finished[0].num_cached_tokens == 8
+
+
 def test_without_a_prefix_cache_no_prompt_waits_for_an_identical_one() -> None:
     runner = ScriptedRunner([5], eos_token_ids=(), max_num_batched_tokens=32)
     e = Engine(runner, enable_prefix_caching=False)
