@@ -26,7 +26,7 @@ from engine.runner import RunnerInfo, SwapInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
 from engine.step import Logprobs, SamplingMode, StepPlan, StepResult
 from engine.step_inputs import DeviceRows, SampleInputs
-from engine.trial import measure_memory, seconds_per_token, trial_plan
+from engine.trial import measure_memory, seconds_per_token, trial_plan, warm_up_plans
 from kernels.attention import AttentionBackend, select_backend
 
 logger = logging.getLogger(__name__)
@@ -171,6 +171,8 @@ class ModelRunner:
             runner.add_swap_space(int(config.swap_space * GIB))
         if capture:
             runner.pad_decodes(capture=True)
+        if cuda is not None:
+            runner.warm_up()
         return runner
 
     @classmethod
@@ -191,6 +193,11 @@ class ModelRunner:
         # A graph for any number of tokens comes from the first; one token and two show what is special about one.
         for num_tokens in tqdm((min(self.info.max_num_batched_tokens, 64), 2, 1), desc="compiling", unit="shape"):
             self.launch(trial_plan(self.info, num_tokens))
+
+    def warm_up(self) -> None:
+        """Run a step of each kind, so that no request waits while a kernel is compiled."""
+        for plan in tqdm(list(warm_up_plans(self.info)), desc="warming up", unit="step"):
+            self.collect(self.launch(plan))
 
     @torch.inference_mode()
     def add_swap_space(self, num_bytes: int) -> None:

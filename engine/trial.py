@@ -1,6 +1,8 @@
-"""Steps run before there is a KV cache, to measure what memory and time the largest ones take."""
+"""Steps run at the start: the largest, to measure the memory and time they take, and one of each kind, to warm up."""
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,7 +10,23 @@ import torch
 
 from engine.memory import GpuMemory
 from engine.runner import RunnerInfo
-from engine.step import NO_UPDATES, RowParams, SamplingMode, StepPlan, StepResult
+from engine.step import (
+    NO_UPDATES,
+    Extras,
+    NewBias,
+    NewPenalties,
+    PromptScores,
+    RowParams,
+    SamplingMode,
+    StepPlan,
+    StepResult,
+)
+
+WARM_UP_TOKENS = (1, 2, 64)
+"""Of a sequence: a decode, a few tokens and a prompt, for which attention has kernels of their own."""
+
+WARM_UP_LENGTHS = (1, 256, 512, 1024, 2048, 4096)
+"""Tokens from which the keys of one sequence are split into more parts."""
 
 
 class _Steps(Protocol):
@@ -48,6 +66,36 @@ def trial_plan(info: RunnerInfo, num_tokens: int) -> StepPlan:
             seed=np.arange(num_seqs, dtype=np.int64),
         ),
     )
+
+
+def warm_up_plans(info: RunnerInfo) -> Iterator[StepPlan]:
+    """Small steps that take each way through attention and sampling once. They write no KV."""
+    for num_tokens in WARM_UP_TOKENS:
+        if num_tokens > min(info.max_num_batched_tokens, info.max_model_len):
+            continue
+        plan = trial_plan(replace(info, max_num_seqs=1), num_tokens)
+        for mode in SamplingMode:
+            yield replace(plan, mode=mode)
+        for length in WARM_UP_LENGTHS:
+            if num_tokens < length <= info.max_model_len:
+                yield replace(plan, seq_lens=plan.seq_lens + (length - num_tokens),
+                              positions=plan.positions + (length - num_tokens))  # fmt: skip
+    num_seqs = min(2, info.max_num_seqs, info.max_num_batched_tokens)
+    plan = trial_plan(replace(info, max_num_seqs=num_seqs), num_seqs)
+    first, none = np.zeros(1, dtype=np.int32), np.empty(0, dtype=np.int32)
+    for masked in {1, num_seqs}:  # some of the rows, and all
+        masks = np.full((masked, -(-info.vocab_size // 32)), -1, dtype=np.int32)
+        yield replace(plan, extras=Extras(masked=(np.arange(masked, dtype=np.int32), masks)))
+    for num_top in range(3):  # none, one and several are kernels of their own
+        scores = PromptScores(at=first, targets=first, num_top=num_top, sequences=first, counts=first + 1)
+        yield replace(plan, extras=Extras(logprobs=first, num_top=num_top, prompt_scores=scores))
+    changes = Extras(
+        new_biases=[NewBias(0, first, np.zeros(1, dtype=np.float32), 0.0)],
+        new_penalties=[NewPenalties(0, 0.5, 0.5, 1.1, prompt_ids=first, output_ids=none)],
+        biased=(first, first),
+        penalised=(first, first),
+    )
+    yield replace(plan, extras=changes, forbidden=(first, first))
 
 
 def seconds_per_token(runner: _Steps, info: RunnerInfo, num_tokens: int) -> float:
