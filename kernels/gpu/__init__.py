@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WARP = 32
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
