@@ -74,6 +74,8 @@ def curves(results: list[dict[str, Any]]) -> Any:
         if name == "batch":
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.0f}")
+            axes.yaxis.set_major_formatter("{x:.0f}")
         else:
             axes.set_ylim(bottom=0)
         axes.set_title(name)
