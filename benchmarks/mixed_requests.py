@@ -23,13 +23,7 @@ import httpx
 from engine.config import DEFAULT_MODEL
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-
-HELD = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "nanoserve:live_blocks",
-    "nanoserve:ingress_outstanding",
-)
+from tests.live_server import held_of
 
 
 @dataclass(frozen=True)
@@ -131,9 +125,7 @@ def offline(llm: LLM, plan: Plan) -> Answer:
 
 def held(url: str) -> dict[str, float]:
     """Gauges that are not zero, of those that must be when nothing runs."""
-    lines = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text.splitlines()
-    values = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
-    return {name: values[name] for name in HELD if values[name]}
+    return held_of(httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text)
 
 
 def check(url: str, llm: LLM, count: int, clients: int) -> list[str]:

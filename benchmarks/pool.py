@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +14,9 @@ from ray import serve
 
 import app
 from tests import tiny_models
+from tests.live_server import free_port, held_of, values_of
 
 APP = "nanoserve"
-IDLE = (
-    "vllm:num_requests_running", "vllm:num_requests_waiting", "nanoserve:live_blocks", "nanoserve:ingress_outstanding",
-    "nanoserve:ingress_queued",
-)  # fmt: skip
-"""Series that are zero when nothing is under way."""
 
 
 class Pool:
@@ -38,14 +33,14 @@ class Pool:
         serve.run(app.build(self._settings | changes), name=APP, route_prefix="/")
 
     def metrics(self) -> dict[str, float]:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
-        lines = [line for line in text.splitlines() if not line.startswith("#")]
-        return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+        return values_of(self._metrics_text())
 
     def held(self) -> dict[str, float]:
         """What is under way."""
-        values = self.metrics()
-        return {name: values[name] for name in IDLE if values[name]}
+        return held_of(self._metrics_text())
+
+    def _metrics_text(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
 
     def engine_pids(self) -> list[int]:
         return _pids("engine")
@@ -88,13 +83,6 @@ def _pid(actor: str) -> int | None:
     except Exception:
         return None
     return pid
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from ray import serve
 import app
 from benchmarks.burst import ask_replicas, burst, wait_for_none
 from tests import tiny_models
-from tests.app.test_serve import free_port
+from tests.live_server import free_port
 
 PORT = free_port()
 

@@ -17,7 +17,7 @@ import app
 from app.metrics import render
 from app.settings import load_settings
 from tests import tiny_models
-from tests.app.test_serve import free_port
+from tests.live_server import free_port
 
 CONFIGS = Path(__file__).parents[2] / "ray_configs"
 TIERS = sorted(CONFIGS.glob("*.yaml"))

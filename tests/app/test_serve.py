@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +16,7 @@ from ray import serve
 
 import app
 from tests.app.harness import parse_events
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
+from tests.live_server import free_port, held_of, values_of
 
 PORT = free_port()
 URL = f"http://127.0.0.1:{PORT}"
@@ -70,17 +62,11 @@ def http(cluster: None, model: Path) -> Iterator[httpx.Client]:
 def gauges(client: httpx.Client) -> dict[str, float]:
     response = client.get("/metrics")
     assert response.status_code == 200, response.text
-    lines = [line for line in response.text.splitlines() if not line.startswith("#")]
-    return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    return values_of(response.text)
 
 
 def is_idle(client: httpx.Client) -> bool:
-    names = (
-        "vllm:num_requests_running", "vllm:num_requests_waiting", "nanoserve:live_blocks",
-        "nanoserve:ingress_outstanding", "nanoserve:ingress_queued",
-    )  # fmt: skip
-    now = gauges(client)
-    return not any(now[name] for name in names)
+    return not held_of(client.get("/metrics").raise_for_status().text)
 
 
 def wait(condition: Callable[[], bool], within_s: float = 10.0) -> None:
@@ -173,8 +159,9 @@ def assert_goes_on(http: httpx.Client, end: Callable[[Any], None]) -> None:
     body = LONG | {"seed": 5, "max_tokens": 1500}
     expected = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     replica, before = engine_actor(), gauges(http)["nanoserve:failovers_total"]
-    with ThreadPoolExecutor() as pool:
-        whole = pool.submit(httpx.post, f"{URL}/v1/completions", json=body, timeout=60)
+    with ThreadPoolExecutor() as pool, httpx.Client(base_url=URL, timeout=60) as other:
+        other.get("/health")  # connected, so that its request is there before the replica ends
+        whole = pool.submit(other.post, "/v1/completions", json=body)
         with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
             parts = response.iter_bytes()
             first = next(parts)

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from ray.serve.config import HTTPOptions
-from ray.serve.schema import ServeDeploySchema
 
 import app
 from app.building import gpus_to_ask_for
@@ -125,13 +123,6 @@ def test_a_model_that_is_nowhere_is_told_before_anything_starts(monkeypatch: pyt
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=re.escape(model.removeprefix("./"))):
         app.build({"model": model})
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "ray_configs").glob("*.yaml")), ids=lambda file: file.name)
-def test_ray_configs_are_valid(file: Path) -> None:
-    config = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text()))
-    for application in config.applications:
-        load_settings(application.args, {})
 
 
 def test_a_second_server_on_the_same_port_is_told(

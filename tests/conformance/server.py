@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,21 +16,14 @@ from typing import Any
 
 import httpx
 
+from tests.live_server import HELD, free_port, values_of
+
 REPOSITORY = Path(__file__).parents[2]
 START_LIMIT_S = 180
 STOP_LIMIT_S = 60
 
 SETTINGS: dict[str, Any] = {"quantization": "none", "kv_cache_dtype": "float32", "max_model_len": 2048}
 """float32, whatever the default is, since scores are compared with another implementation's."""
-
-HELD = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "nanoserve:live_blocks",
-    "nanoserve:ingress_outstanding",
-    "nanoserve:ingress_queued",
-)
-"""Gauges that are zero when nothing is asked of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +33,8 @@ class Running:
     pid: int
 
     def held(self) -> dict[str, float]:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        values = dict(re.findall(r"^([a-z_]+:[a-z_]+)\{.*\} (\S+)$", text, re.MULTILINE))
-        return {name: float(values[name]) for name in HELD}
+        values = values_of(httpx.get(f"{self.url}/metrics", timeout=30).text)
+        return {name: values[name] for name in HELD}
 
     def wait_idle(self, within_s: float = 60) -> dict[str, float]:
         """The gauges, as soon as all of them are zero, or after `within_s`."""
@@ -70,7 +61,7 @@ class Running:
 @contextmanager
 def serve(**settings: Any) -> Iterator[Running]:
     """`serve run` with `settings` over `SETTINGS`. Raises `RuntimeError` with the log's end if it does not start."""
-    port = _free_port()
+    port = free_port()
     config = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
@@ -123,13 +114,6 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _descendants(root: int) -> list[int]:
