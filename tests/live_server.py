@@ -1,5 +1,7 @@
 """What all that starts a server on this machine needs: a port, and a look at what the server holds."""
 
+import contextlib
+import secrets
 import socket
 
 HELD = (
@@ -13,10 +15,12 @@ HELD = (
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Of those that the system gives to no outgoing connection and Ray to no worker: still free when it is used."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def values_of(metrics: str) -> dict[str, float]:
