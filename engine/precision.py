@@ -69,7 +69,8 @@ def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device
         # Without special instructions a CPU only emulates the narrow types; a GPU has no use for the wide one.
         wanted = "bfloat16" if model_config.dtype == "float32" else model_config.dtype
         if device.type == "cuda" and wanted == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
-            wanted = "float16"  # such cards have tensor cores for this narrow type alone
+            # Such cards have tensor cores for float16 alone, which Gemma's activations overflow.
+            wanted = "float32" if model_config.architecture.startswith("Gemma") else "float16"
         name = "float32" if device.type == "cpu" else wanted
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)

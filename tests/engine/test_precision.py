@@ -1,5 +1,6 @@
 """Which numbers a model runs in, by the settings and the device."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def test_a_gpu_runs_the_narrow_type_that_it_has_tensor_cores_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert choose_precision(EngineConfig(), model_config, GPU) == Precision(dtype, None, None)
+
+
+def test_gemma_is_not_put_in_float16(model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    gemma = dataclasses.replace(model_config, architecture="Gemma2ForCausalLM")
+    assert choose_precision(EngineConfig(), gemma, GPU).dtype == torch.float32
 
 
 def test_a_gpu_takes_no_int8(model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
