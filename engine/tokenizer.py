@@ -14,6 +14,9 @@ from engine.model_config import configured_eos_token_ids, is_gguf
 _NFC_SHRINKS = 4
 """Characters that NFC may make one of: a letter with three marks is the longest sequence that has a form of its own."""
 
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json")
+"""Names of the files that any kind of tokenizer is kept in, as patterns."""
+
 
 class Tokenizer:
     """One model's tokenizer; what it answers is what transformers' own, which it holds as `hf`, would.
@@ -151,6 +154,11 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Tokenizer:
     path = Path(path)
     if is_gguf(path):
         return _from_gguf(path)
+    # Of some families transformers makes an empty tokenizer when there are no files, and every text would be "".
+    if path.is_dir() and not trust_remote_code and not any(next(path.glob(p), None) for p in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"{path} has no tokenizer: put the model's tokenizer.json there, and tokenizer_config.json beside it"
+        )
     try:
         if (path / "tokenizer.json").is_file() and not trust_remote_code:
             # The whole tokenizer is in that file; AutoTokenizer would import torch to find a class for it.

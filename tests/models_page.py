@@ -18,7 +18,7 @@ A folder in Hugging Face layout (safetensors, whole or sharded; float32, bfloat1
 not) is served if its config.json names one of these architectures. Of a model of several parts (pictures beside text),
 the text part is served, if its `text_config` has one of these model types. GGUF files may hold F32, F16, BF16, Q8_0,
 Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K and IQ4_NL, in one file or several; their tokenizers may be byte-level BPE or
-SentencePiece.
+SentencePiece. A folder needs its tokenizer too, best as tokenizer.json.
 
 Anything else is refused by name: other architectures, pickles, and weights quantised by GPTQ, AWQ, fp8 or bitsandbytes.
 

@@ -41,6 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.llama(tmp_path_factory.mktemp("tokenizer"))
 
 
+def test_a_folder_without_a_tokenizer_is_refused_in_every_family(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"has no tokenizer: put the model's tokenizer\.json there"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def tiny(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
