@@ -67,8 +67,8 @@ class LLM:
         """Complete the prompts; the results are in their order.
 
         sampling_params: one for all prompts, or one for each; None samples as the model's makers say. Raises
-        `InvalidRequestError`, which names the prompt by its index, before anything has started. An interrupt or a
-        fault on the way ends all requests of this call.
+        `InvalidRequestError`, which names the prompt by its index, before anything has started; a prompt that is
+        too long is a `ContextLengthError`. An interrupt or a fault on the way ends all requests of this call.
         """
         jobs = []
         for index, prompt in enumerate(_listed(prompts)):
@@ -263,11 +263,12 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Put `what` before the message of an `InvalidRequestError`."""
+    """Put `what` before the message of an `InvalidRequestError`, which stays of its kind."""
     try:
         yield
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{what}: {error}", error.param) from error
+        error.args = (f"{what}: {error}",)
+        raise
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from engine.llm import LLM, Logprob, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
@@ -132,6 +132,12 @@ def test_bad_prompt_is_named_and_nothing_starts(llm: LLM, bad: Any, message: str
         llm.generate(["fine", bad, "fine"], GREEDY, use_tqdm=False)
     assert not llm.engine.has_work()
     assert llm.engine.stats().steps == steps
+
+
+def test_a_prompt_that_is_too_long_can_be_told_from_other_bad_ones(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match=r"prompts\[1\]: .*128 tokens") as raised:
+        llm.generate(["fine", [3] * 128], GREEDY, use_tqdm=False)
+    assert (raised.value.prompt_tokens, raised.value.max_tokens_total) == (128, 128)
 
 
 def test_bad_chat_is_named(llm: LLM) -> None:
