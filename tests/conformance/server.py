@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 START_LIMIT_S = 180
 STOP_LIMIT_S = 60
 
-SETTINGS: dict[str, Any] = {"quantization": "none", "kv_cache_dtype": "float32", "max_model_len": 2048}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "float32", "max_model_len": 2048}
 """float32, whatever the default is, since scores are compared with another implementation's."""
 
 
