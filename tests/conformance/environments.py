@@ -32,13 +32,17 @@ def python_environment(name: str, packages: Sequence[str], *, with_project_packa
     if not made.exists() or made.read_text() != wanted:
         venv.create(folder, with_pip=True, clear=True)
         if with_project_packages:
-            site = subprocess.check_output(
-                [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-            )
-            Path(site.strip(), "project.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            _see_project_packages(python)
         subprocess.run([python, "-m", "pip", "install", "-qq", *packages], check=True)
         made.write_text(wanted)
+    if with_project_packages:
+        _see_project_packages(python)  # the environment outlives the clone that it was made from
     return python
+
+
+def _see_project_packages(python: Path) -> None:
+    site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
+    Path(site.strip(), "project.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 def node_environment(name: str, packages: Sequence[str]) -> tuple[Path, Path]:

@@ -34,6 +34,8 @@ def run(server: Running) -> SuiteResult:
             OMP_NUM_THREADS="2",
         )
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"lm-eval gave no scores: {output[-2000:] or 'it said nothing'}")
     versions = " ".join(f"{name} {number}" for name, number in lines.pop(0)["versions"].items())
     return SuiteResult("lm-eval local-completions", versions, compared(lines))
 
