@@ -140,7 +140,7 @@ def _weight(key: str, replica: str) -> int:
     return int.from_bytes(blake2b(f"{key}/{replica}".encode(), digest_size=8).digest(), "big")
 
 
-class AffinityRouter(RequestRouter):  # type: ignore[misc]
+class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Serve's face of `Affinity`, on handles of the engine deployment.
 
     Calls without block hashes (control calls) go to the least busy. No FIFOMixin: each request has a choice of its own.

@@ -66,7 +66,7 @@ class Serves:
         self._least = least
         self._seen: deque[tuple[float, float]] = deque()
         self._clock = Clock()
-        autoscaling_policy.time = self._clock  # type: ignore[assignment]
+        autoscaling_policy.time = self._clock
 
     def __call__(self, now: float, pool: Simulation) -> int:
         self._clock.now = now + 1e6

@@ -125,8 +125,11 @@ def _fit(
             found = codes, scale, offset
         else:
             better = exact & missing
-            pairs = zip((codes, scale, offset), found, (better[..., None], better, better), strict=True)
-            found = tuple(torch.where(at, new, old) for new, old, at in pairs)  # type: ignore[assignment]
+            found = (
+                torch.where(better[..., None], codes, found[0]),
+                torch.where(better, scale, found[1]),
+                torch.where(better, offset, found[2]),
+            )
         missing &= ~exact
         if not missing.any():
             return found

@@ -180,7 +180,7 @@ def test_the_policy_reads_the_newest_values_and_remembers() -> None:
 
 
 def test_serve_takes_it_by_value() -> None:
-    policy = AutoscalingPolicy(policy_function=EnginePolicy, policy_kwargs={"ttft_s": 3.0})  # type: ignore[arg-type]
+    policy = AutoscalingPolicy(policy_function=EnginePolicy, policy_kwargs={"ttft_s": 3.0})
     data = policy.get_serialized_policy_def()
     assert data is not None
     assert b"app.signals" not in data
@@ -190,7 +190,7 @@ def test_serve_takes_it_by_value() -> None:
 
 def stats(**values: float) -> EngineStats:
     names = EngineStats.__dataclass_fields__
-    return EngineStats(**(dict.fromkeys(names, 0) | {"total_blocks": 10} | values))  # type: ignore[arg-type]
+    return EngineStats(**(dict.fromkeys(names, 0) | {"total_blocks": 10} | values))
 
 
 def test_a_replica_tells_every_signal_and_forgets_doors_that_fall_silent() -> None:

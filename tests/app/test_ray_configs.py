@@ -57,7 +57,7 @@ def test_the_rayservice_holds_and_its_image_is_the_one_that_is_built() -> None:
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     images = {container["image"] for group in groups for container in group["template"]["spec"]["containers"]}
     dockerfile = (CONFIGS / "kuberay" / "Dockerfile").read_text()
-    assert images == {re.search(r"-t (\S+)", dockerfile)[1]}  # type: ignore[index]
+    assert images == {re.search(r"-t (\S+)", dockerfile)[1]}
     assert f"rayproject/ray:{cluster['rayVersion']}-" in dockerfile
     most = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]["max_replicas"]
     assert sum(group["maxReplicas"] for group in cluster["workerGroupSpecs"]) >= most

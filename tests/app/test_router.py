@@ -152,7 +152,7 @@ def test_the_pool_tells_its_size_and_where_requests_went() -> None:
 
 
 def test_serve_takes_the_router_by_value() -> None:
-    config = RequestRouterConfig(request_router_class=AffinityRouter)  # type: ignore[arg-type]
+    config = RequestRouterConfig(request_router_class=AffinityRouter)
     data = config.get_serialized_request_router_cls()
     assert data is not None
     assert b"engine." not in data

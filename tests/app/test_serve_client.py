@@ -237,7 +237,7 @@ async def test_leaving_when_no_replica_is_left_raises_nothing(caplog: pytest.Log
     async with pool() as it:
         stream = it.submit("a", 100)
         it.handle.kill(it.replicas[0])
-        it.handle.broadcast = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        it.handle.broadcast = lambda *_: 1 / 0
         stream.close()
         await asyncio.sleep(0.01)
         gc.collect()

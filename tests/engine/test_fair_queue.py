@@ -121,7 +121,7 @@ def test_nothing_is_lost_or_served_twice(steps: list[tuple[str, int, int, int]])
             assert queue.remove(item)
         elif action == "put_back" and last is not None:
             queue.put_back(last)
-            waiting[last.item] = (last.tenant.name, last.order[0])  # type: ignore[assignment]
+            waiting[last.item] = (last.tenant.name, last.order[0])
             last = None
         assert len(queue) == len(waiting)
         assert queue.peek() is None or queue.peek() in waiting
