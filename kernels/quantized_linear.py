@@ -1,11 +1,10 @@
 """A dense layer in whole numbers: y = x W^T + bias, optionally with an RMSNorm before it and SwiGLU after it.
 
 Used by every projection and the output head when a model runs with `quantization="int8"`. Weights are quantised once
-(`kernels.quantized_weight`), activations to 8 bits as they come, with a scale for each GROUP weights and each
-ACTIVATION_GROUP activations along k (after ZeroQuant, Yao et al., 2022). For activations that keeps the outliers of a
-transformer, which sit in few channels, from taking the precision of the others; for weights it halves the divergence
-that one scale for a whole output column leaves. Products of a group are added up exactly in whole numbers, groups in
-float32.
+(`kernels.quantized_weight`), activations to 8 bits as they come, with a scale for each GROUP of
+them along k (after ZeroQuant, Yao et al., 2022). For activations that keeps the outliers of a transformer, which sit in
+few channels, from taking the precision of the others; for weights it halves the divergence that one scale for a whole
+output column leaves. Products of a group are added up exactly in whole numbers, groups in float32.
 """
 
 import torch
@@ -14,9 +13,6 @@ from torch import Tensor
 
 from kernels import activation, cpu_ops, rms_norm
 from kernels.quantized_weight import GROUP, PANEL, QuantizedWeight
-
-ACTIVATION_GROUP = 16
-"""Activations that share a scale; `kActivationGroup` in the C++ kernel."""
 
 TINY = 1e-30
 """A group whose largest magnitude is at most this counts as zero; `kTiny` in the C++ kernel."""
@@ -59,17 +55,15 @@ def norm_quantized_linear(
 
 
 def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    halves, scales = quantize(F.pad(x.float(), (0, -weight.k % GROUP)).unflatten(-1, (-1, ACTIVATION_GROUP)))
+    values, scales = quantize(F.pad(x.float(), (0, -weight.k % GROUP)).unflatten(-1, (-1, GROUP)))
     y = torch.zeros(*x.shape[:-1], len(weight.data) * PANEL)
-    codes = weight.codes().flatten(0, 1).flatten(1).unflatten(1, (-1, ACTIVATION_GROUP))  # [columns, k / 16, 16]
-    for h in range(codes.shape[1]):
-        group = h * ACTIVATION_GROUP // GROUP
+    codes = weight.codes().flatten(0, 1)  # [columns, k / GROUP, GROUP]
+    for g in range(codes.shape[1]):
+        x, scale = values[..., g, :], scales[..., g, :]
         # Whole numbers under 2^24: exact in float32 in whatever order they are added.
-        y += F.linear(halves[..., h, :], codes[:, h]) * (weight.scale[:, group].flatten().float() * scales[..., h, :])
+        y += F.linear(x, codes[:, g]) * (weight.scale[:, g].flatten().float() * scale)
         if weight.offset is not None:
-            y += weight.offset[:, group].flatten().float() * (
-                halves[..., h, :].sum(-1, keepdim=True) * scales[..., h, :]
-            )
+            y += weight.offset[:, g].flatten().float() * (x.sum(-1, keepdim=True) * scale)
     y = y[..., _gated_order(weight.n)] if weight.gated else y[..., : weight.n]
     if bias is not None:
         y = y + bias

@@ -86,7 +86,7 @@ static inline int64_t chunk_tokens(int64_t block_size) {
 
 constexpr int kPanel = 48;  // output columns of a panel: the usual widths of a model are even multiples of it
 
-constexpr int kGroup = 32;  // codes along k that share a scale
+constexpr int kGroup = 32;  // codes along k, or activations, that share a scale
 
 // Weights as whole numbers: a weight is scale * code + offset, or scale * (code - 128) where `offset` is null. Columns
 // are padded to whole panels, k to whole groups.
@@ -109,10 +109,9 @@ struct Linear {
   float* panels;  // scratch for each thread where there are codes: k * kPanel
 };
 
-constexpr int kActivationGroup = 16;   // activations that do
-constexpr float kTiny = 1e-30f;        // a group under this is zero: 127 divided by it might be infinite
-constexpr int64_t kLoneRows = 4;       // up to so many rows each thread quantises for itself rather than wait
-constexpr int kActivationGroupBytes = 20 + 4 * kGroup;  // a quantised group at most, whatever the instruction set
+constexpr float kTiny = 1e-30f;    // activations under this are zero: 127 divided by it might be infinite
+constexpr int64_t kLoneRows = 4;   // up to so many rows each thread quantises for itself rather than wait
+constexpr int kActivationGroupBytes = 12 + 4 * kGroup;  // a quantised group at most, whatever the instruction set
 
 // out: [rows, n] = x: [rows, k] times the quantised weight, plus the bias unless null. `gated`: the weight's rows are a
 // gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `norm`, unless null: the

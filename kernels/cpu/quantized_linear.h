@@ -1,4 +1,4 @@
-// y = x W^T with W as codes of 8 or 4 bits (`Codes`) and x in 8 bits, with a scale for each kActivationGroup of a row.
+// y = x W^T with W as codes of 8 or 4 bits (`Codes`) and x in 8 bits, with a scale for each kGroup of a row.
 //
 // Codes are bytes without a sign in panels of kPanel columns: [panels, k / 4, kPanel, 4]. A 32-bit lane then holds four
 // dimensions of one column, which a VNNI instruction multiplies by four activations and adds up; of 4-bit codes it

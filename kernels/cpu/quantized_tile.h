@@ -86,34 +86,32 @@ INLINE void store_activations(IntVec x, int32_t* to) {
 
 #endif
 
-constexpr int kSteps = kGroup / 4, kHalves = kGroup / kActivationGroup;
+constexpr int kSteps = kGroup / 4;
 
-// kGroup values of a row, in kHalves parts with scales of their own.
+// kGroup values of a row.
 struct ActivationGroup {
-  int32_t start[kHalves];  // -128 times the sum of the values
-  float scale[kHalves];
+  int32_t start;  // -128 times the sum of the values
+  float scale;
   float sum;  // of the values, scaled
   int32_t words[kSteps * kParts];
 };
 
 static_assert(sizeof(ActivationGroup) <= kActivationGroupBytes);
 
-// Quantise kGroup values: the largest of each part becomes 127, ties round to even. NaN and infinity make the scale NaN
-// or infinite, so they are not lost.
+// Quantise kGroup values: the largest becomes 127, ties round to even. NaN and infinity make the scale NaN or infinite,
+// so they are not lost.
 INLINE void quantize_group(const float* x, ActivationGroup& to) {
-  to.sum = 0.0f;
-  for (int h = 0; h < kHalves; ++h, x += kActivationGroup) {
-    const float top = largest_magnitude(x, kActivationGroup), inverse = top > kTiny ? 127.0f / top : 0.0f;
-    IntVec sums = {};
-    for (int i = 0; i < kActivationGroup; i += kLanes) {
-      const IntVec q = round_to_int(load(x + i) * inverse);
-      sums += q;
-      store_activations(q, to.words + (h * kActivationGroup + i) / 4 * kParts);
-    }
-    to.start[h] = -128 * reduce(sums, [](IntQuad a, IntQuad b) { return a + b; });
-    to.scale[h] = top / 127.0f;
-    to.sum += static_cast<float>(to.start[h]) * -0x1p-7f * to.scale[h];
+  const float top = largest_magnitude(x, kGroup), inverse = top > kTiny ? 127.0f / top : 0.0f;
+  IntVec sums = {};
+  for (int i = 0; i < kGroup; i += kLanes) {
+    const IntVec q = round_to_int(load(x + i) * inverse);
+    sums += q;
+    store_activations(q, to.words + i / 4 * kParts);
   }
+  const int32_t sum = reduce(sums, [](IntQuad a, IntQuad b) { return a + b; });
+  to.start = -128 * sum;
+  to.scale = top / 127.0f;
+  to.sum = static_cast<float>(sum) * to.scale;
 }
 
 // Codes of a panel as a tile reads them.
@@ -147,22 +145,20 @@ static void quantized_tile(const ActivationGroup* x, const Codes& panel, int64_t
     const uint8_t* w = panel.data + c * 4;
     Vec total[ROWS][vecs] = {};
     for (int64_t g = 0; g < groups; ++g, w += group_bytes) {
-      Vec scale[vecs];
-      for (int j = 0; j < vecs; ++j) scale[j] = load_half(panel.scale + g * kPanel + c + j * kLanes);
-      for (int h = 0; h < kHalves; ++h) {
-        IntVec acc[ROWS][vecs];
-        for (int r = 0; r < ROWS; ++r)
-          for (int j = 0; j < vecs; ++j) acc[r][j] = splat(FORM == Form::kBytes ? x[r * groups + g].start[h] : 0);
+      IntVec acc[ROWS][vecs];
+      for (int r = 0; r < ROWS; ++r)
+        for (int j = 0; j < vecs; ++j) acc[r][j] = splat(FORM == Form::kBytes ? x[r * groups + g].start : 0);
 #pragma GCC unroll 8
-        for (int i = h * kSteps / kHalves; i < (h + 1) * kSteps / kHalves; ++i) {
-          LaneVec weights[vecs][kParts];
-          for (int j = 0; j < vecs; ++j) split_weights(load_codes<FORM>(w + j * kLanes * 4, i), weights[j]);
-          for (int r = 0; r < ROWS; ++r)
-            for (int j = 0; j < vecs; ++j) multiply_add(acc[r][j], weights[j], x[r * groups + g].words + i * kParts);
-        }
-        for (int j = 0; j < vecs; ++j)
-          for (int r = 0; r < ROWS; ++r)
-            total[r][j] += __builtin_convertvector(acc[r][j], Vec) * (scale[j] * x[r * groups + g].scale[h]);
+      for (int i = 0; i < kSteps; ++i) {
+        LaneVec weights[vecs][kParts];
+        for (int j = 0; j < vecs; ++j) split_weights(load_codes<FORM>(w + j * kLanes * 4, i), weights[j]);
+        for (int r = 0; r < ROWS; ++r)
+          for (int j = 0; j < vecs; ++j) multiply_add(acc[r][j], weights[j], x[r * groups + g].words + i * kParts);
+      }
+      for (int j = 0; j < vecs; ++j) {
+        const Vec scale = load_half(panel.scale + g * kPanel + c + j * kLanes);
+        for (int r = 0; r < ROWS; ++r)
+          total[r][j] += __builtin_convertvector(acc[r][j], Vec) * (scale * x[r * groups + g].scale);
       }
       if (FORM != Form::kBytes)
         for (int j = 0; j < vecs; ++j) {

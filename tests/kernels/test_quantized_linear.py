@@ -8,7 +8,7 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
 from kernels import cpu_ops, rms_norm
-from kernels.quantized_linear import ACTIVATION_GROUP, norm_quantized_linear, quantize, quantized_linear, reference
+from kernels.quantized_linear import norm_quantized_linear, quantize, quantized_linear, reference
 from kernels.quantized_weight import GROUP, QuantizedWeight, quantize_weight
 from tests.kernels.weights import q4_1
 
@@ -59,7 +59,7 @@ def test_gated_reference_is_swiglu_within_two_percent_of_float():
 def test_reference_multiplies_the_numbers_that_the_bits_stand_for(four_bits):
     _, quantized = weight_of(50, 64, four_bits=four_bits)
     x = torch.randn(5, 64)
-    values, scale = quantize(x.view(5, -1, ACTIVATION_GROUP))
+    values, scale = quantize(x.view(5, -1, GROUP))
     stood_for = quantized.rows(torch.arange(50))
     expected = torch_linear((values * scale).flatten(1).double(), stood_for.double()).float()
     close(reference(x, quantized), expected)
@@ -69,7 +69,7 @@ def test_whole_numbers_with_one_scale_come_out_exact(isa):
     """Values from -127 to 127 whose groups all reach 127: neither side rounds, and sums stay under 2^24."""
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randint(-127, 128, (n, 128), generator=g).float() for n in (7, 96))
-    x[:, ::ACTIVATION_GROUP] = 127.0
+    x[:, ::GROUP] = 127.0
     w[:, ::GROUP] = -127.0
     assert torch.equal(quantized_linear(x, quantize_weight(w)), torch_linear(x.double(), w.double()).float())
 
