@@ -6,6 +6,7 @@
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,6 +149,10 @@ def coded_linear(x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, 
 def coded_rows(index: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int) -> Tensor:
     out: Tensor = _ops.coded_rows.default(index, data, scale, offset, n, k)
     return out
+
+
+def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[int], tokens: Tensor, tiles: Tensor) -> None:
+    _ops.add_lora.default(y, x, a, b, parts, tokens, tiles)
 
 
 def argmax(x: Tensor) -> Tensor:

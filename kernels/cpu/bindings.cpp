@@ -8,6 +8,7 @@
 #include "attention_ops.h"
 #include "checks.h"
 #include "linear_ops.h"
+#include "lora_ops.h"
 
 namespace {
 
@@ -128,6 +129,8 @@ TORCH_LIBRARY(nanoserve, m) {
   m.def("linear(Tensor x, Tensor packed, int n, Tensor? bias) -> Tensor");
   m.def("coded_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, Tensor? bias) -> Tensor");
   m.def("coded_rows(Tensor index, Tensor data, Tensor scale, Tensor? offset, int n, int k) -> Tensor");
+  m.def(
+      "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, int[] parts, Tensor tokens, Tensor tiles) -> ()");
   m.def("argmax(Tensor x) -> Tensor");
   m.def(
       "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, bool gated, Tensor? bias) -> "
@@ -152,6 +155,7 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("linear", &linear);
   m.impl("coded_linear", &coded_linear);
   m.impl("coded_rows", &coded_rows);
+  m.impl("add_lora", &add_lora);
   m.impl("argmax", &argmax);
   m.impl("quantized_linear", &quantized_linear);
   m.impl("norm_quantized_linear", &norm_quantized_linear);

@@ -133,6 +133,26 @@ struct QuantizedLinear {
   uint8_t* panels;    // scratch for each thread where codes have an offset: twice a panel's codes, a byte each
 };
 
+constexpr int kLoraTile = 16;         // tokens of a tile at most
+constexpr int kMaxLoraWidth = 2048;   // ranks of all parts of a layer
+
+// y += (x A) B for the tokens that have adapters. Part p of the columns of B is for part p of those of A.
+struct Lora {
+  const float* x;
+  int64_t x_stride, k;
+  float* y;
+  int64_t y_stride, n;
+  const float* a;          // [slots, k, num_parts * rank]
+  const float* b;          // [slots, rank, n]
+  int64_t rank;            // a multiple of kLanes
+  const int64_t* parts;    // [num_parts], columns of y
+  int64_t num_parts;
+  const int32_t* tokens;   // [num_tokens], rows of x and y
+  int64_t num_tokens;
+  const int32_t* tiles;    // [num_tiles, 3]: slot, first and last + 1 among `tokens`
+  int64_t num_tiles;
+};
+
 struct Kernels {
   void (*rms_norm)(Rows x, const float* weight, float eps, float* out, int threads);
   void (*add_rms_norm)(const float* x, const float* residual, const float* weight, float eps, float* out, float* total,
@@ -144,6 +164,7 @@ struct Kernels {
   void (*attend)(const Attention& a, int threads);
   void (*linear)(const Linear& a, int threads);
   void (*quantized_linear)(const QuantizedLinear& a, int threads);
+  void (*add_lora)(const Lora& a, int threads);
   // out: [rows], where the largest of each row's n numbers stands first; a NaN counts as larger than all.
   void (*argmax)(const float* x, int64_t stride, int64_t rows, int64_t n, int64_t* out, int threads);
 };

@@ -36,6 +36,12 @@ def rotary_write(tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize
     )
 
 
+def add_lora(tokens: int, adapters: int, k: int, n: int, parts: int, rank: int, itemsize: int) -> Work:
+    """Reads x, y and the matrices of each adapter; writes y."""
+    matrices = adapters * rank * (parts * k + n)
+    return Work((tokens * (k + 2 * n) + matrices) * itemsize, 2 * tokens * rank * (parts * k + n))
+
+
 def attention(
     seq_lens: Sequence[int],
     query_lens: Sequence[int],

@@ -21,8 +21,9 @@ from triton.runtime.jit import JITFunction
 from kernels.attention import AttentionMetadata, HeadNorms
 from kernels.attention.backend import FP8
 from kernels.attention.triton_backend import TritonBackend
-from kernels.gpu import Gpu, activation, logits, norm, sampler
+from kernels.gpu import Gpu, activation, logits, lora, norm, sampler
 from kernels.gpu.attention_tiles import SHARED_MEMORY
+from kernels.lora import LoraTokens, lora_weights
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -110,6 +111,8 @@ KERNELS = {
     "_best_kernel",
     "_draw_kernel",
     "_logprob_kernel",
+    "_lora_low_kernel",
+    "_lora_high_kernel",
 }
 
 
@@ -138,6 +141,7 @@ def _cases(capability: tuple[int, int]) -> dict[str, Callable[[], object]]:
         ),
         "penalties": _penalise,
         "sampler": _sample,
+        "lora": lambda: _add_lora(dtype, 16, (2048, 512, 512)),
         "write fp8": lambda: _write(capability, dtype, FP8),
         "decode": lambda: _attend(capability, dtype, None, 16, 8, 128, 256, 1, 1024),
         "decode int8 split": lambda: _attend(capability, dtype, torch.int8, 32, 4, 128, 8, 1, 8192),
@@ -164,6 +168,7 @@ def _cases(capability: tuple[int, int]) -> dict[str, Callable[[], object]]:
         }
     if capability == (9, 0):
         cases |= {
+            "lora float32": lambda: _add_lora(FP32, 64, (4096,)),
             "write": lambda: _write(capability, dtype, None),
             "write int8": lambda: _write(capability, dtype, torch.int8),
             "few": lambda: _attend(capability, dtype, None, 16, 8, 128, 256, 4, 1024),
@@ -175,6 +180,12 @@ def _penalise() -> None:
     seen = torch.zeros(2, 151_936, dtype=torch.int32)
     ids = torch.zeros(2, dtype=torch.int64)
     logits.penalise_rows(torch.zeros(2, 151_936), ids, seen, ids, torch.zeros(2, 3))
+
+
+def _add_lora(dtype: torch.dtype, rank: int, parts: tuple[int, ...]) -> None:
+    weights = lora_weights(2, rank, 2048, parts, dtype=dtype, device=torch.device("cpu"))
+    tokens = LoraTokens(torch.zeros(20, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32))
+    lora.add_lora(torch.zeros(20, sum(parts), dtype=dtype), torch.zeros(20, 2048, dtype=dtype), weights, tokens)
 
 
 def _sample() -> None:

@@ -14,6 +14,11 @@ def test_elementwise_kernels_count_each_number_once():
     assert roofline.rotary_write(1, 4, 2, 16, 2, 128) == Work(256 + 64 + 128 + 128, 576)
 
 
+def test_adapters_are_read_once_each_however_many_tokens_have_them():
+    # x of 8, y of 6 in two parts, read and written; ranks of 4 of both parts, and of 6 columns.
+    assert roofline.add_lora(10, 2, 8, 6, 2, 4, 2) == Work((10 * 20 + 2 * 4 * 22) * 2, 2 * 10 * 4 * 22)
+
+
 def test_a_decode_reads_its_context_and_a_prompt_reads_itself_once():
     # 10 tokens of 128 bytes, and q and out: 4 heads of 16 in 2 bytes.
     assert roofline.attention([10], [1], 4, 16, 2, 128) == Work(10 * 128 + 256, 4 * 10 * 64)
