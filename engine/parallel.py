@@ -1,0 +1,181 @@
+"""The ranks of tensor parallelism, and what they tell each other: sums, slices of logits, chosen tokens.
+
+A group is an object of its own, made from a store at which its ranks meet; nothing of it is global, so groups on one
+host know nothing of each other. On a GPU it is NCCL. On a CPU it is gloo, with sums of our own: every rank gets all of
+the others' numbers and adds them in the order of ranks. So all have the same bits, whatever else is in the batch (a
+ring begins elsewhere in each part of a tensor), and a decode step waits for one exchange instead of a ring's rounds.
+"""
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from engine.errors import EngineDeadError
+
+START_TIMEOUT_S = 600.0
+"""For what ranks do once, when some have loaded their weights long before others."""
+
+_SMALL = 1 << 15
+"""Elements from which a ring is faster than an exchange; with two ranks its sums are the same."""
+
+
+class RankLostError(EngineDeadError):
+    """A rank has gone or did not answer in time: the group is of no more use, and all its ranks must be replaced."""
+
+
+class ParallelGroup:
+    """`size` ranks that run the same steps, each with its slice of the weights. Collectives must be called by all ranks
+    in the same order, and raise `RankLostError` when one does not come.
+
+    local_size: how many of the ranks share this host.
+    """
+
+    def __init__(self, backend: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        """backend: a process group of `torch.distributed`, as `connect` makes it."""
+        self.rank = rank
+        self.size = size
+        self.local_size = size
+        self.device = device
+        self.timeout_s = timeout_s
+        self._backend = backend
+        self._on_cpu = device.type == "cpu"
+        self._first = _options(dist.BroadcastOptions, rootRank=0, rootTensor=0)
+        self._to_first = _options(dist.GatherOptions, rootRank=0)
+
+    @classmethod
+    def connect(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float = 30.0,
+        address: str = "",
+    ) -> Self:
+        """Meet the other ranks at `store`, such as a `torch.distributed.TCPStore` that rank 0 opened at port 0.
+
+        timeout_s: seconds that a collective of a step may take. address: of this rank, to which others on a CPU
+        connect; by default what the host's name resolves to. Raises `RankLostError` when the ranks do not all come.
+        """
+        start = timedelta(seconds=START_TIMEOUT_S)
+        store = PrefixStore("nanoserve", store)
+        backend: Any
+        try:
+            if device.type == "cpu":
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                make = dist.ProcessGroupGloo.create_device
+                options._devices = [make(hostname=address or _own_name())]
+                options._timeout = start
+                backend = dist.ProcessGroupGloo(store, rank, size, options)
+                backend.set_timeout(timedelta(seconds=timeout_s))
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=timeout_s)  # a thread of NCCL's ends the process that waits longer
+                backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            store.set(f"host {rank}", _host())
+            hosts = [store.get(f"host {other}") for other in range(size)]
+        except (RuntimeError, ValueError) as error:
+            raise RankLostError(f"rank {rank} of {size} did not find the others: {error}") from error
+        group = cls(backend, rank, size, device, timeout_s)
+        group.local_size = hosts.count(hosts[rank])
+        return group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, of any one shape; x may be overwritten."""
+        if self._on_cpu and (self.size > 2 or x.numel() < _SMALL):
+            return _sum(self._all_gather(x)).view(x.shape)
+        x = x.contiguous()
+        self._wait("all_reduce", lambda: self._backend.allreduce([x]))
+        return x
+
+    def gather(self, x: Tensor, width: int) -> Tensor:
+        """x: [n, columns], the same on all ranks -> on rank 0 the first `width` columns of all ranks' side by side,
+        [n, width]; elsewhere [0, width]."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        self._wait("gather", lambda: self._backend.gather([parts] if parts else [], [x], self._to_first))
+        if not parts:
+            return x.new_empty(0, width)
+        columns = x.shape[1]
+        return torch.cat([part[:, : max(0, width - i * columns)] for i, part in enumerate(parts)], dim=1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, written over the others' x of the same shape and type."""
+        self._wait("broadcast", lambda: self._backend.broadcast([x], self._first))
+        return x
+
+    def min(self, value: int) -> int:
+        """The smallest of the ranks' values. Waits for ranks that still start."""
+        smallest = torch.tensor([value], dtype=torch.int64, device=self.device)
+        options = _options(
+            dist.AllreduceOptions, reduceOp=dist.ReduceOp.MIN, timeout=timedelta(seconds=START_TIMEOUT_S)
+        )
+        self._wait("min", lambda: self._backend.allreduce([smallest], options), START_TIMEOUT_S)
+        return int(smallest)
+
+    def close(self) -> None:
+        """Leave the group; idempotent. The others' next collective fails."""
+        backend, self._backend = self._backend, _Closed()
+        if not isinstance(backend, _Closed):
+            backend.shutdown()
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x, flat, in the order of ranks."""
+        x = x.reshape(-1)
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait("all_gather", lambda: self._backend.allgather([parts], [x]))
+        return parts
+
+    def _wait(self, what: str, start: Callable[[], Any], timeout_s: float | None = None) -> None:
+        """On a GPU the stream waits, not the host."""
+        try:
+            start().wait()
+        except RuntimeError as error:
+            self.close()  # what comes late would be taken for the answer to something else
+            raise RankLostError(
+                f"rank {self.rank} of {self.size} waited for the others in {what}: one has gone, or did not answer in "
+                f"{timeout_s or self.timeout_s:g} s"
+            ) from error
+
+
+class _Closed:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the group is closed")
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    """In the order of ranks; the first is overwritten."""
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _options(kind: type[Any], **values: Any) -> Any:
+    options = kind()
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def _own_name() -> str:
+    """The host's name where it resolves, as it may not in a container."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name
+
+
+def _host() -> str:
+    """The same for processes that share a machine's cores."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.is_file() else socket.gethostname()
