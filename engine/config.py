@@ -42,7 +42,9 @@ class EngineConfig:
     seed: of dummy weights.
     generation_config: "auto" samples by the model's generation_config.json where a request does not say how; "vllm"
         leaves that file unread.
-    num_threads: threads of a CPU engine; 0 is one for each core that this process may use.
+    num_threads: threads of a CPU engine; 0 is one for each core that this process may use. Of each rank, whose default
+        is a share of the cores of its host.
+    tensor_parallel_size: ranks that share each layer's weights and compute it together.
 
     Raises `ConfigError` naming the setting, what was given and what is allowed.
     """
@@ -68,6 +70,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     seed: int = 0
     num_threads: int = 0
+    tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     generation_config: Literal["auto", "vllm"] = "auto"
 
@@ -79,7 +82,8 @@ class EngineConfig:
                 _at_least(name, value, 2 if name == "max_model_len" else 1)
         for name in ("block_size", "num_threads"):
             _at_least(name, getattr(self, name), 0)
-        for name, most in (("max_num_seqs", 65_536), ("num_threads", 1024)):
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        for name, most in (("max_num_seqs", 65_536), ("num_threads", 1024), ("tensor_parallel_size", 1024)):
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

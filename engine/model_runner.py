@@ -96,6 +96,10 @@ class ModelRunner:
 
         Raises `ConfigError`, `LoadError`.
         """
+        if config.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}, but one process runs one rank: leave it at 1"
+            )
         model_config = load_model_config(path)
         device = choose_device(config)
         precision = choose_precision(config, model_config, device)

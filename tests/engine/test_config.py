@@ -21,6 +21,8 @@ from engine.sampling_params import SamplingParams
         ({"gpu_memory_utilization": "x"}, "gpu_memory_utilization must be above 0"),
         ({"num_threads": 10**6}, "num_threads must be at most 1024"),
         ({"num_threads": "x"}, "num_threads must be a whole number"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a whole number of at least 1, got 0"),
+        ({"tensor_parallel_size": 2.0}, "tensor_parallel_size must be a whole number"),
         ({"max_num_seqs": 10**9}, "max_num_seqs must be at most 65536"),
         ({"seed": "x"}, "seed must be a whole number"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be true or false"),
