@@ -18,6 +18,8 @@ from typing import Self
 
 import numpy as np
 
+from engine.channel import ChannelTimeoutError, keep_waiting
+
 SLOTS = 16
 SLOT_BYTES = 64 << 10
 """A message takes as many slots as it needs, one after another as they come free."""
@@ -28,10 +30,6 @@ _FUTEX = ctypes.c_long({"x86_64": 202, "aarch64": 98}[platform.machine()])  # it
 _WAIT, _WAKE = 0, 1
 _HEADER = struct.Struct("<QIBxxxI")  # number, length, whether the message ends here, checksum
 _libc = ctypes.CDLL(None)
-
-
-class ChannelTimeoutError(TimeoutError):
-    """The other side did not answer in time: it is stuck, stopped or dead."""
 
 
 class _Timespec(ctypes.Structure):
@@ -62,10 +60,6 @@ class _Counter:
                 raise ChannelTimeoutError
             timeout = _Timespec(0, int(min(left, _SLEEP_S) * 1e9))
             _libc.syscall(_FUTEX, self._address, _WAIT, seen, ctypes.byref(timeout), None, 0)
-
-
-def keep_waiting() -> None:
-    """The check of one who has nothing to look out for."""
 
 
 class Ring:
@@ -141,11 +135,7 @@ class RingWriter:
         self._free = SLOTS  # slots known to be free
 
     def send(self, message: bytes, timeout_s: float, check: Callable[[], None] = keep_waiting) -> None:
-        """Waits for the slowest reader only when the ring is full.
-
-        Raises `ChannelTimeoutError` naming the readers that do not take their messages, and what `check` raises, which
-        is called while this waits.
-        """
+        """See `engine.channel.Sender`; waits for the slowest reader only when the ring is full."""
         body = memoryview(message)
         for start in range(0, max(len(body), 1), SLOT_BYTES):
             if not self._free:
@@ -181,8 +171,7 @@ class RingReader:
         self._next = 0
 
     def receive(self, timeout_s: float, check: Callable[[], None] = keep_waiting) -> bytearray:
-        """The next message. Raises `ChannelTimeoutError` if none comes, and what `check` raises, which is called while
-        this waits."""
+        """See `engine.channel.Receiver`."""
         deadline = time.monotonic() + timeout_s
         body = bytearray()
         last = False

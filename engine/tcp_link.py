@@ -8,16 +8,12 @@ import struct
 import time
 from collections.abc import Callable
 
-from engine.shm_ring import ChannelTimeoutError, keep_waiting
+from engine.channel import ChannelClosedError, ChannelTimeoutError, keep_waiting
 
 _LENGTH = struct.Struct("<Q")
 _LOOK_S = 0.1  # between two looks whether waiting still makes sense
 _KEY_BYTES = 32
 _GREETING_S = 5.0
-
-
-class LinkClosedError(ConnectionError):
-    """The other end is closed: its process has ended."""
 
 
 class TcpLink:
@@ -39,8 +35,20 @@ class TcpLink:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def discard(self) -> None:
+        """Throw away what has come. Raises `ChannelClosedError`."""
+        try:
+            while part := self._socket.recv(1 << 16):
+                pass
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ChannelClosedError(f"the connection is closed: {error}") from error
+        assert not part
+        raise ChannelClosedError("the other end has closed the connection")
+
     def send(self, message: bytes, timeout_s: float, check: Callable[[], None] = keep_waiting) -> None:
-        """Raises `ChannelTimeoutError`, `LinkClosedError`, and what `check` raises, which this calls while it waits."""
+        """See `engine.channel.Sender`."""
         deadline = time.monotonic() + timeout_s
         left = memoryview(_LENGTH.pack(len(message)) + message)
         while left:
@@ -49,10 +57,10 @@ class TcpLink:
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline, f"the other end took no message for {timeout_s:g} s", check)
             except OSError as error:
-                raise LinkClosedError(f"the connection is closed: {error}") from error
+                raise ChannelClosedError(f"the connection is closed: {error}") from error
 
     def receive(self, timeout_s: float, check: Callable[[], None] = keep_waiting) -> bytearray:
-        """The next message. Raises as `send` does."""
+        """See `engine.channel.Receiver`."""
         deadline = time.monotonic() + timeout_s
         size = _LENGTH.size
         while True:
@@ -67,9 +75,9 @@ class TcpLink:
                 self._wait(select.POLLIN, deadline, f"no message came for {timeout_s:g} s", check)
                 continue
             except OSError as error:
-                raise LinkClosedError(f"the connection is closed: {error}") from error
+                raise ChannelClosedError(f"the connection is closed: {error}") from error
             if not part:
-                raise LinkClosedError("the other end has closed the connection")
+                raise ChannelClosedError("the other end has closed the connection")
             self._read += part
 
     def _wait(self, event: int, deadline: float, late: str, check: Callable[[], None]) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from engine import shm_ring
-from engine.shm_ring import ChannelTimeoutError, Ring, RingReader, RingWriter
+from engine.channel import ChannelTimeoutError
+from engine.shm_ring import Ring, RingReader, RingWriter
 
 spawn = multiprocessing.get_context("spawn")
 

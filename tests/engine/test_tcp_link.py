@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from engine.shm_ring import ChannelTimeoutError
-from engine.tcp_link import Door, LinkClosedError, TcpLink
+from engine.channel import ChannelClosedError, ChannelTimeoutError
+from engine.tcp_link import Door, TcpLink
 
 KEY = bytes(range(32))
 
@@ -61,7 +61,7 @@ def test_who_waits_is_told_that_it_is_in_vain(door: Door) -> None:
 def test_an_end_that_goes_is_seen_at_once(door: Door) -> None:
     here, there = pair(door)
     there.close()
-    with pytest.raises(LinkClosedError):
+    with pytest.raises(ChannelClosedError):
         here.receive(20.0)
 
 
