@@ -86,9 +86,10 @@ def load(path: Path, quantization: Quantization | None, kv_dtype: torch.dtype | 
     config = load_model_config(path)
     backend = select_backend("cpu", torch.float32, config.head_dim, kv_dtype=kv_dtype)
     device = torch.device("cpu")
-    model = Decoder(config, backend, max_positions=WINDOW, dtype=torch.float32, device=device)
+    model = Decoder(
+        config, backend, max_positions=WINDOW, dtype=torch.float32, device=device, quantization=quantization
+    )
     load_weights(model.targets(), path, config)
-    model.pack(quantization)
     size = backend.default_block_size
     blocks = -(-WINDOW // size)
     caches = [

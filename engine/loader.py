@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ConfigError
+from engine.layers.target import Target
 from engine.model_config import ModelConfig, is_gguf, read_json
 from engine.models.checkpoint import translate
 
@@ -34,10 +35,10 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _iter_safetensors(file)
 
 
-def load_weights(targets: Mapping[str, torch.Tensor], path: Path, config: ModelConfig) -> None:
-    """Copy a checkpoint into `targets`: for each Hugging Face parameter name, the part of the model to write.
+def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig) -> None:
+    """Hand a checkpoint to `targets`: for each Hugging Face parameter name, the part of the model to write.
 
-    Casts to each target's dtype. Raises `LoadError` that lists the tensors which are missing or unexpected, or names
+    Those cast to their own type. Raises `LoadError` that lists the tensors which are missing or unexpected, or names
     the first that is misshapen.
     """
     missing = dict.fromkeys(targets)
@@ -64,23 +65,24 @@ def load_weights(targets: Mapping[str, torch.Tensor], path: Path, config: ModelC
         raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}")
 
 
-def random_weights(targets: Mapping[str, torch.Tensor], seed: int) -> None:
+def random_weights(targets: Mapping[str, Target], seed: int) -> None:
     """Fill `targets` with normal(0, 0.02) numbers, norms with ones and biases with zeros.
 
     Each tensor's numbers depend on its name, its shape and the seed alone (and on the kind of device).
     """
     with torch.no_grad():
         for name, target in targets.items():
+            # Made in float32 so that every dtype gets the same numbers, rounded.
+            values = torch.empty(target.shape, dtype=torch.float32, device=target.device)
             if name.endswith("norm.weight"):
-                target.fill_(1.0)
+                values.fill_(1.0)
             elif name.endswith(".bias"):
-                target.zero_()
+                values.zero_()
             else:
                 digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
                 generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest, "little") >> 1)
-                # Drawn in float32 so that every dtype gets the same numbers, rounded.
-                values = torch.empty(target.shape, dtype=torch.float32, device=target.device)
-                target.copy_(values.normal_(0.0, 0.02, generator=generator))
+                values.normal_(0.0, 0.02, generator=generator)
+            target.copy_(values)
 
 
 def weight_files(folder: Path) -> list[Path]:

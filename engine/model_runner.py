@@ -120,7 +120,14 @@ class ModelRunner:
             raise ConfigError(str(error)) from error
         block_size = config.block_size or backend.default_block_size
         try:
-            model = Decoder(model_config, backend, max_positions=max_model_len, dtype=dtype, device=device)
+            model = Decoder(
+                model_config,
+                backend,
+                max_positions=max_model_len,
+                dtype=dtype,
+                device=device,
+                quantization=precision.quantization,
+            )
         except torch.OutOfMemoryError as error:
             change = "choose a smaller model, or one whose weights are stored in fewer bits"
             raise out_of_memory(f"the weights of {path.name} do", change, device) from error
@@ -128,7 +135,6 @@ class ModelRunner:
             random_weights(model.targets(), config.seed)
         else:
             load_weights(model.targets(), path, model_config)
-        model.pack(precision.quantization)
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
         budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
         layer_bytes = backend.kv_token_bytes(model_config.num_kv_heads, model_config.head_dim, dtype)

@@ -155,6 +155,14 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[int], t
     _ops.add_lora.default(y, x, a, b, parts, tokens, tiles)
 
 
+def pack_rows(source: Tensor, panels: Tensor, first: int) -> None:
+    _ops.pack_rows.default(source, panels, first)
+
+
+def quantize_rows(source: Tensor, data: Tensor, scale: Tensor, first: int, step: int, start: int) -> None:
+    _ops.quantize_rows.default(source, data, scale, first, step, start)
+
+
 def argmax(x: Tensor) -> Tensor:
     out: Tensor = _ops.argmax.default(x)
     return out

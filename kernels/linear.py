@@ -15,8 +15,8 @@ from torch import Tensor
 from kernels import cpu_ops
 from kernels.quantized_weight import PANEL, QuantizedWeight, exact_codes
 
-_SLICE = 64 * PANEL
-"""Rows that are packed at a time: a whole output matrix would be held three times meanwhile."""
+_SLICE = 16 * PANEL
+"""Rows that are looked at and converted at a time: of a whole output matrix more copies would be held meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,37 @@ class PackedWeight:
         return pairs.transpose(1, 2).reshape(-1, self.k)[: self.n].float()
 
 
-def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """weight: [n, k] -> its packed form where the C++ kernel can take it, else the weight itself."""
-    if not cpu_ops.usable(weight):
-        return weight
-    n, k = weight.shape
-    slices = weight.split(_SLICE)
-    if k % 2 == 0 and all(torch.equal(rows.to(torch.bfloat16).float(), rows) for rows in slices):
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this type on this device have a packed form."""
+    return device.type == "cpu" and dtype is torch.float32 and cpu_ops.load()
+
+
+def pack_weight(*parts: Tensor) -> PackedWeight:
+    """parts: [rows, k] on a CPU, one under the other, of any floating type -> their packed form, where `packs`."""
+    assert cpu_ops.load()
+    n, k = sum(map(len, parts)), parts[0].shape[1]
+    if k % 2 == 0 and all(_fits_bfloat16(part) for part in parts):
         data = torch.empty(-(-n // PANEL), k // 2, PANEL, 2, dtype=torch.bfloat16)
-    elif codes := exact_codes(weight):
+    elif codes := exact_codes(*parts):
         return PackedWeight(codes, n, k)
     else:
-        data = torch.empty(-(-n // PANEL), k, PANEL, 1)
-    depth = data.shape[-1]
-    for rows, panels in zip(slices, data.split(_SLICE // PANEL), strict=True):
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
-        panels.copy_(padded.view(-1, PANEL, k // depth, depth).transpose(1, 2))
-    return PackedWeight(data if depth == 2 else data.squeeze(-1), n, k)
+        data = torch.empty(-(-n // PANEL), k, PANEL)
+    row = 0
+    for part in parts:
+        for rows in part.split(_SLICE):
+            cpu_ops.pack_rows(rows.to(data.dtype).contiguous(), data, row)
+            row += len(rows)
+    if used := n % PANEL:
+        data[-1, :, used:] = 0
+    return PackedWeight(data, n, k)
+
+
+def _fits_bfloat16(weight: Tensor) -> bool:
+    """Whether all values are bfloat16 numbers; where not, usually the first row shows it."""
+    if weight.dtype is torch.bfloat16:
+        return True
+    slices = (weight[:1], *weight.split(_SLICE))
+    return all(torch.equal(rows.to(torch.bfloat16).to(rows.dtype), rows) for rows in slices)
 
 
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ scales still, at a fraction of the memory traffic. Those are found by trying, an
 as it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,11 @@ PANEL = 48
 
 GROUP = 32
 """Weights along k that share a scale; `kGroup` in the C++ kernels."""
+
+_SLICE = 16
+"""Panels that are made at a time: of a whole output matrix several copies would be held meanwhile."""
+
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +69,61 @@ class QuantizedWeight:
         return values.flatten(2).flatten(0, 1)[: self.n, : self.k]
 
 
-def quantize_weight(weight: Tensor, gated: bool = False) -> QuantizedWeight:
-    """weight: [n, k] on a CPU -> codes: its own if `exact_codes` finds some, else rounded to 8 bits.
+def quantize_weight(*parts: Tensor, gated: bool = False) -> QuantizedWeight:
+    """parts: [rows, k] on a CPU, one under the other -> codes: their own if `exact_codes` finds some, else rounded to
+    8 bits.
 
-    gated: see `QuantizedWeight`; n is even then.
+    gated: see `QuantizedWeight`; the parts are then gate and up, or one of an even number of rows for both.
     """
-    weight = weight.float()
-    if found := exact_codes(weight, gated):
+    if found := exact_codes(*parts, gated=gated):
         return found
-    groups = _in_groups(weight, gated)
-    scale = (groups.abs().amax(-1) / 127.0).half()
-    inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
-    codes = (groups * inverse[..., None]).round_().clamp_(-127, 127)
-    return _packed(codes, scale, None, weight, gated)
+    n, k = sum(map(len, parts)), parts[0].shape[1]
+    made = _empty(n, k, gated, offset=False)
+    if not cpu_ops.load():
+        for first, groups in _slices(parts, gated):
+            _put(made, first, *_rounded(groups))
+        return made
+    halves = _halves(parts) if gated else parts
+    row = 0
+    for i, part in enumerate(halves):
+        for rows in part.split(_SLICE * PANEL):
+            narrow = rows if rows.dtype is torch.bfloat16 else rows.float()
+            cpu_ops.quantize_rows(narrow.contiguous(), made.data, made.scale, row, 1 + gated, i * gated)
+            row += len(rows)
+        if gated:
+            row = 0
+    _clear_padding(made)
+    return made
 
 
-def exact_codes(weight: Tensor, gated: bool = False) -> QuantizedWeight | None:
-    """weight: float32 [n, k] -> codes that stand for exactly these values; None if there are none among the formats."""
-    if weight.shape[1] % GROUP:
+def exact_codes(*parts: Tensor, gated: bool = False) -> QuantizedWeight | None:
+    """As `quantize_weight`, but codes that stand for exactly these values; None if there are none among the formats."""
+    n, k = sum(map(len, parts)), parts[0].shape[1]
+    if k % GROUP:
         return None
-    groups = _in_groups(weight, gated)
+    few = parts[0][:_FEW, : _FEW * GROUP].float().unflatten(1, (-1, GROUP))
     for attempt in (_four_bits, _eight_bits):
-        # Most weights have no codes, which the first panel shows.
-        if attempt(groups[:1]) and (found := attempt(groups)):
-            return _packed(*found, weight, gated)
+        # Most weights have no codes, which a few numbers show.
+        if attempt(few) is None:
+            continue
+        made = _empty(n, k, gated, offset=attempt is _four_bits)
+        for first, groups in _slices(parts, gated):
+            found = attempt(groups)
+            if found is None:
+                break
+            _put(made, first, *found)
+        else:
+            return made
     return None
 
 
 _Codes = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _rounded(groups: Tensor) -> _Codes:
+    scale = (groups.abs().amax(-1) / 127.0).half()
+    inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+    return (groups * inverse[..., None]).round_().clamp_(-127, 127), scale, None
 
 
 def _four_bits(groups: Tensor) -> _Codes | None:
@@ -136,22 +168,53 @@ def _fit(
     return None
 
 
-def _in_groups(weight: Tensor, gated: bool) -> Tensor:
-    """[n, k] -> [panels, PANEL, k / GROUP, GROUP], padded with zeros."""
-    n, k = weight.shape
-    if gated:
-        halves = F.pad(weight.view(2, n // 2, k), (0, 0, 0, -(n // 2) % PANEL))
-        weight = halves.view(2, -1, PANEL, k).transpose(0, 1).reshape(-1, k)
-    return F.pad(weight, (0, -k % GROUP, 0, -len(weight) % PANEL)).view(-1, PANEL, -(-k // GROUP), GROUP)
+def _halves(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    return parts[0].chunk(2) if len(parts) == 1 else parts
 
 
-def _packed(codes: Tensor, scale: Tensor, offset: Tensor | None, weight: Tensor, gated: bool) -> QuantizedWeight:
+def _slices(parts: Sequence[Tensor], gated: bool, size: int = _SLICE) -> Iterator[tuple[int, Tensor]]:
+    """Yield (panel, float32 groups [panels, PANEL, k / GROUP, GROUP] from there on), padded with zeros."""
+    columns = [[half] for half in _halves(parts)] if gated else [parts]
+    k = parts[0].shape[1]
+    for first in range(0, -(-sum(map(len, columns[0])) // PANEL), size):
+        rows = (_rows_of(column, first * PANEL, (first + size) * PANEL) for column in columns)
+        padded = [F.pad(part, (0, -k % GROUP, 0, -len(part) % PANEL)).unflatten(0, (-1, PANEL)) for part in rows]
+        together = torch.stack(padded, dim=1).flatten(0, 1)  # [panels, PANEL, k]
+        yield first * len(columns), together.unflatten(2, (-1, GROUP))
+
+
+def _rows_of(parts: Sequence[Tensor], first: int, end: int) -> Tensor:
+    """Rows of the parts taken as one: float32 [end - first or fewer, k]."""
+    taken, start = [], 0
+    for part in parts:
+        taken.append(part[max(first - start, 0) : max(end - start, 0)].float())
+        start += len(part)
+    return torch.cat(taken)
+
+
+def _empty(n: int, k: int, gated: bool, offset: bool) -> QuantizedWeight:
+    panels, groups = (1 + gated) * -(-n // (1 + gated) // PANEL), -(-k // GROUP)
+    scale = torch.empty(panels, groups, PANEL, dtype=torch.float16)
+    data = torch.empty(panels, groups * GROUP // (8 if offset else 4), PANEL, 4, dtype=torch.uint8)
+    return QuantizedWeight(data, scale, torch.empty_like(scale) if offset else None, n, k, gated)
+
+
+def _put(weight: QuantizedWeight, first: int, codes: Tensor, scale: Tensor, offset: Tensor | None) -> None:
     """codes: float32 [panels, PANEL, k / GROUP, GROUP]; scale, offset: float16 [panels, PANEL, k / GROUP]."""
-    if offset is None:
+    panels = slice(first, first + len(codes))
+    if offset is None or weight.offset is None:
         data = (codes + 128).to(torch.uint8).flatten(2).unflatten(2, (-1, 4))
     else:
         halves = codes.to(torch.uint8).flatten(2).unflatten(2, (-1, 2, 4))  # [panels, PANEL, k / 8, 2, 4]
         data = halves[..., 0, :] | halves[..., 1, :] << 4
-        offset = offset.transpose(1, 2).contiguous()
-    n, k = weight.shape
-    return QuantizedWeight(data.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous(), offset, n, k, gated)
+        weight.offset[panels] = offset.transpose(1, 2)
+    weight.data[panels] = data.transpose(1, 2)
+    weight.scale[panels] = scale.transpose(1, 2)
+
+
+def _clear_padding(weight: QuantizedWeight) -> None:
+    """Codes of zero in the columns that stand for no row."""
+    copies = 1 + weight.gated
+    if used := weight.n // copies % PANEL:
+        weight.data[-copies:, :, used:] = 128
+        weight.scale[-copies:, :, used:] = 0

@@ -1,12 +1,11 @@
 """Self-attention over the paged KV cache: projections, q/k norm, rotary embedding, cache, output."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, Quantization
 from engine.layers.norm import RMSNorm
+from engine.layers.target import Target
 from engine.model_config import ModelConfig
 from kernels.attention import AttentionBackend, AttentionMetadata, HeadNorms
 
@@ -27,6 +26,7 @@ class Attention:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: Quantization | None = None,
     ) -> None:
         self.backend = backend
         self.rotary = rotary
@@ -44,9 +44,15 @@ class Attention:
             dtype=dtype,
             device=device,
             stored_as="qkv_proj" if config.fused_projections else None,
+            quantization=quantization,
         )
         self.output = Linear(
-            q_size, {"o_proj": config.hidden_size}, bias=config.output_bias, dtype=dtype, device=device
+            q_size,
+            {"o_proj": config.hidden_size},
+            bias=config.output_bias,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
         )
         self.q_norm = self.k_norm = None
         self.norms_all_heads = config.qk_norm == "all_heads"
@@ -98,11 +104,7 @@ class Attention:
         out = self.backend.attend(q, k_cache, v_cache, metadata, self.scale, self.window, self.soft_cap)
         return self.output(out.flatten(1)), residual
 
-    def linears(self) -> Iterator[Linear]:
-        yield self.qkv
-        yield self.output
-
-    def targets(self, prefix: str) -> dict[str, Tensor]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         views = self.qkv.targets(prefix) | self.output.targets(prefix)
         if self.q_norm is not None and self.k_norm is not None:
             views |= {f"{prefix}q_norm.weight": self.q_norm.weight, f"{prefix}k_norm.weight": self.k_norm.weight}

@@ -4,25 +4,31 @@ Tokens are sorted by expert, so that each expert that is needed runs once, over 
 added up in the order of its experts' numbers, whatever else is in the batch.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, Quantization
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
+from engine.layers.target import Target
 from engine.model_config import ModelConfig
 
 
 class Experts:
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    """The router is never quantised: rounding it would send tokens elsewhere."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+    ) -> None:
         assert config.experts is not None
         self.per_token = config.experts.per_token
         self.normalize = config.experts.normalize
         self.router = Linear(config.hidden_size, {"gate": config.experts.count}, bias=False, dtype=dtype, device=device)
         size = config.experts.intermediate_size
-        self.experts = [MLP(config, size, dtype=dtype, device=device) for _ in range(config.experts.count)]
+        self.experts = [
+            MLP(config, size, dtype=dtype, device=device, quantization=quantization)
+            for _ in range(config.experts.count)
+        ]
 
     def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual: [tokens, hidden] -> (experts of the norm of their sum, their sum), both [tokens, hidden]."""
@@ -56,12 +62,7 @@ class Experts:
             start += count
         return out
 
-    def linears(self) -> Iterator[Linear]:
-        """All but the router: rounding it would send tokens elsewhere."""
-        for expert in self.experts:
-            yield from expert.linears()
-
-    def targets(self, prefix: str) -> dict[str, Tensor]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         views = self.router.targets(prefix)
         for i, expert in enumerate(self.experts):
             views |= expert.targets(f"{prefix}experts.{i}.")

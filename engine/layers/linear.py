@@ -1,15 +1,16 @@
 """Linear layers, fused where several projections read the same input."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.layers.norm import RMSNorm
+from engine.layers.target import Parts, Target
 from engine.model_config import Activation
 from kernels.activation import gelu_and_mul, silu_and_mul
-from kernels.linear import PackedWeight, linear, pack_weight
+from kernels.linear import PackedWeight, linear, pack_weight, packs
 from kernels.quantized_linear import norm_quantized_linear, quantized_linear
 from kernels.quantized_weight import QuantizedWeight, quantize_weight
 
@@ -24,7 +25,8 @@ class Linear:
     parts: output features by the projection's name, in the order of the fused rows.
     gate: the parts are a gate and an up projection, and y is gate(gate) * up, as wide as one of them.
     stored_as: the name of all parts together, where checkpoints store them as one matrix.
-    weight: [sum of parts, in_features], or that in packed or quantised form.
+    quantization: "int8" keeps the weight in 8 bits or fewer; for float32 on a CPU.
+    weight: [sum of parts, in_features]; where it has a packed or quantised form, that, once its `targets` are filled.
     """
 
     def __init__(
@@ -37,16 +39,23 @@ class Linear:
         device: torch.device,
         gate: Activation | None = None,
         stored_as: str | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self.parts = dict(parts)
         self.gate = gate
         self.stored_as = stored_as
+        self.quantization = quantization
         # What is left to do after the product: a quantised weight does SwiGLU within it.
         self._activate = None if gate is None else _GATES[gate]
         out_features = sum(parts.values())
-        self.weight: Tensor | PackedWeight | QuantizedWeight
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self.weight: Tensor | PackedWeight | QuantizedWeight
+        self._parts = None
+        if quantization or packs(dtype, device):
+            sizes = [out_features] if stored_as else list(parts.values())
+            self._parts = Parts(sizes, in_features, self.lay_out)
+            device = torch.device("meta")
+        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in_features] -> y: [tokens, sum of parts], or half of that with a gate."""
@@ -67,24 +76,27 @@ class Linear:
         normed, total = (norm(x), x) if residual is None else norm.add(x, residual)
         return self(normed), total
 
-    def pack(self, quantization: Quantization | None = None) -> None:
-        """Lay the loaded weight out for the device, in 8 bits if asked for; its `targets` are dead after this."""
-        assert isinstance(self.weight, Tensor)
-        if quantization:
-            self.weight = quantize_weight(self.weight, gated=self.gate == "silu")
+    def lay_out(self, sources: list[Tensor]) -> None:
+        """sources: [rows, in_features], one under the other, on a CPU: the weight, for which this makes its form."""
+        if self.quantization:
+            self.weight = quantize_weight(*sources, gated=self.gate == "silu")
             if self.weight.gated:
                 self._activate = None
         else:
-            self.weight = pack_weight(self.weight)
+            self.weight = pack_weight(*sources)
 
-    def targets(self, prefix: str) -> dict[str, Tensor]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint name -> the rows that it fills."""
-        assert isinstance(self.weight, Tensor)
-        views = {}
-        start = 0
-        for name, size in ({self.stored_as: len(self.weight)} if self.stored_as else self.parts).items():
-            views[f"{prefix}{name}.weight"] = self.weight[start : start + size]
-            if self.bias is not None:
-                views[f"{prefix}{name}.bias"] = self.bias[start : start + size]
-            start += size
+        parts = {self.stored_as: sum(self.parts.values())} if self.stored_as else self.parts
+        sizes = list(parts.values())
+        rows: Sequence[Target]
+        if self._parts is not None:
+            rows = self._parts.targets
+        else:
+            assert isinstance(self.weight, Tensor)
+            rows = self.weight.split(sizes)
+        views: dict[str, Target] = {f"{prefix}{name}.weight": part for name, part in zip(parts, rows, strict=True)}
+        if self.bias is not None:
+            biases = self.bias.split(sizes)
+            views |= {f"{prefix}{name}.bias": part for name, part in zip(parts, biases, strict=True)}
         return views

@@ -1,12 +1,11 @@
 """The gated feed-forward block (SwiGLU, GeGLU)."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, Quantization
 from engine.layers.norm import RMSNorm
+from engine.layers.target import Target
 from engine.model_config import ModelConfig
 
 
@@ -14,7 +13,13 @@ class MLP:
     """intermediate_size: the width between the projections, where it is not the config's own."""
 
     def __init__(
-        self, config: ModelConfig, intermediate_size: int | None = None, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        intermediate_size: int | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None = None,
     ) -> None:
         inner = intermediate_size or config.intermediate_size
         self.gate_up = Linear(
@@ -25,17 +30,21 @@ class MLP:
             device=device,
             gate=config.activation,
             stored_as="gate_up_proj" if config.fused_projections else None,
+            quantization=quantization,
         )
-        self.down = Linear(inner, {"down_proj": config.hidden_size}, bias=config.mlp_bias, dtype=dtype, device=device)
+        self.down = Linear(
+            inner,
+            {"down_proj": config.hidden_size},
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+        )
 
     def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual: [tokens, hidden] -> (MLP of the norm of their sum, their sum), both [tokens, hidden]."""
         gated, residual = self.gate_up.after_norm(norm, x, residual)
         return self.down(gated), residual
 
-    def linears(self) -> Iterator[Linear]:
-        yield self.gate_up
-        yield self.down
-
-    def targets(self, prefix: str) -> dict[str, Tensor]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         return self.gate_up.targets(prefix) | self.down.targets(prefix)

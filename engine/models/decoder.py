@@ -1,6 +1,6 @@
 """The Llama-shaped decoder: embed, layers of attention and MLP around a residual stream, norm, project to logits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from engine.layers.experts import Experts
 from engine.layers.linear import Linear, Quantization
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
+from engine.layers.target import Parts, Target
 from engine.model_config import LayerConfig, ModelConfig, NormPlacement, RopeConfig
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.linear import PackedWeight
@@ -37,9 +38,12 @@ class DecoderLayer:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: Quantization | None,
     ) -> None:
-        self.attention = Attention(config, rotary, layer.window, backend, dtype=dtype, device=device)
-        self.mlp = (Experts if layer.sparse else MLP)(config, dtype=dtype, device=device)
+        self.attention = Attention(
+            config, rotary, layer.window, backend, dtype=dtype, device=device, quantization=quantization
+        )
+        self.mlp = (Experts if layer.sparse else MLP)(config, dtype=dtype, device=device, quantization=quantization)
         self.residual_scale = config.residual_scale
         self._norm_names = NORM_NAMES[config.norms]
         self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm = (
@@ -60,11 +64,7 @@ class DecoderLayer:
             x = norm(x)
         return x if self.residual_scale == 1.0 else x * self.residual_scale
 
-    def linears(self) -> Iterator[Linear]:
-        yield from self.attention.linears()
-        yield from self.mlp.linears()
-
-    def targets(self, prefix: str) -> dict[str, Tensor]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         norms = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
         return {
             **{f"{prefix}{name}.weight": n.weight for name, n in zip(self._norm_names, norms, strict=True) if n},
@@ -74,7 +74,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights are made empty; `targets` says what fills them."""
+    """Weights are made empty; `targets` says what fills them, each of which is laid out for the device as it comes.
+
+    quantization: "int8" keeps every matrix in 8 bits or fewer, the embedding table too; norms and the routers of
+        experts stay. For float32 on a CPU.
+    """
 
     def __init__(
         self,
@@ -84,43 +88,53 @@ class Decoder:
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: Quantization | None = None,
     ) -> None:
         self.config = config
+        self.dtype = dtype
+        self.quantization = quantization
+        self.head = Linear(
+            config.hidden_size,
+            {"lm_head": config.vocab_size},
+            bias=False,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+        )
         self.embedding: Tensor | QuantizedWeight
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype, device=device)
-        if config.tie_word_embeddings:
-            self.head.weight = self.embedding
+        assert isinstance(self.head.weight, Tensor)
+        self.embedding = self.head.weight
+        if not config.tie_word_embeddings:
+            place = self.head.weight.device  # empty_like of a meta tensor imports half a second of sympy
+            self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=place)
+        self._embedding_parts = None
+        if self.embedding.is_meta:
+            self._embedding_parts = Parts([config.vocab_size], config.hidden_size, self._lay_out_embedding)
         tables = _RotaryTables(config.head_dim, max_positions, device)
         self.layers = [
-            DecoderLayer(config, layer, tables.get(layer.rope), backend, dtype=dtype, device=device)
+            DecoderLayer(
+                config, layer, tables.get(layer.rope), backend, dtype=dtype, device=device, quantization=quantization
+            )
             for layer in config.layers
         ]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
 
-    def pack(self, quantization: Quantization | None = None) -> None:
-        """Lay the loaded weights out for the device, one by one; the `targets` are dead after this.
-
-        quantization: "int8" keeps every matrix in 8 bits or fewer, the embedding table too; norms and the routers of
-            experts stay. For float32 on a CPU.
-        """
-        for layer in self.layers:
-            for linear in layer.linears():
-                linear.pack(quantization)
-        self.head.pack(quantization)
-        self._pack_embedding(quantization)
-
-    def _pack_embedding(self, quantization: Quantization | None) -> None:
+    def _lay_out_embedding(self, sources: list[Tensor]) -> None:
         """One copy of a table that is the head too, where the head's form can be read by rows."""
-        assert isinstance(self.embedding, Tensor)
-        head = self.head.weight
-        codes = head.data if isinstance(head, PackedWeight) else head
+        (source,) = sources
+        codes: object = None
         if self.config.tie_word_embeddings:
-            self.embedding = codes if isinstance(codes, QuantizedWeight) else self.embedding
-        elif quantization:
-            self.embedding = quantize_weight(self.embedding)
-        elif self.embedding.is_cpu and self.embedding.dtype is torch.float32:
-            self.embedding = exact_codes(self.embedding) or self.embedding
+            self.head.lay_out(sources)
+            head = self.head.weight
+            codes = head.data if isinstance(head, PackedWeight) else head
+        elif self.quantization:
+            codes = quantize_weight(source)
+        else:
+            codes = exact_codes(source)
+        if isinstance(codes, QuantizedWeight):
+            self.embedding = codes
+        else:
+            self.embedding = source.to(source.dtype if source.dtype is torch.bfloat16 else self.dtype, copy=True)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], metadata: AttentionMetadata
@@ -138,7 +152,7 @@ class Decoder:
         if isinstance(self.embedding, QuantizedWeight):
             x = self.embedding.rows(token_ids)
         else:
-            x = F.embedding(token_ids, self.embedding)
+            x = F.embedding(token_ids, self.embedding).to(self.dtype)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -149,10 +163,14 @@ class Decoder:
         cap = self.config.logit_soft_cap
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def targets(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the (view of a) parameter that it fills, for every parameter."""
-        assert isinstance(self.embedding, Tensor)
-        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+    def targets(self) -> dict[str, Target]:
+        """Checkpoint name -> the parameter, or part of one, that it fills, for every parameter."""
+        views: dict[str, Target] = {"model.norm.weight": self.norm.weight}
+        if self._embedding_parts is not None:
+            views["model.embed_tokens.weight"] = self._embedding_parts.targets[0]
+        else:
+            assert isinstance(self.embedding, Tensor)
+            views["model.embed_tokens.weight"] = self.embedding
         if not self.config.tie_word_embeddings:
             views |= self.head.targets("")
         for i, layer in enumerate(self.layers):

@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "linear_ops.h"
 #include "lora_ops.h"
+#include "packing_ops.h"
 
 namespace {
 
@@ -135,6 +136,9 @@ TORCH_LIBRARY(nanoserve, m) {
   m.def(
       "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, bool gated, Tensor? bias) -> "
       "Tensor");
+  m.def("pack_rows(Tensor source, Tensor(a!) panels, int first) -> ()");
+  m.def(
+      "quantize_rows(Tensor source, Tensor(a!) data, Tensor(b!) scale, int first, int step, int start) -> ()");
   m.def(
       "norm_quantized_linear(Tensor x, Tensor weight, float eps, Tensor data, Tensor scale, Tensor? offset, int n, "
       "bool gated, Tensor? bias) -> Tensor");
@@ -156,6 +160,8 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("coded_linear", &coded_linear);
   m.impl("coded_rows", &coded_rows);
   m.impl("add_lora", &add_lora);
+  m.impl("pack_rows", &pack_rows);
+  m.impl("quantize_rows", &quantize_rows);
   m.impl("argmax", &argmax);
   m.impl("quantized_linear", &quantized_linear);
   m.impl("norm_quantized_linear", &norm_quantized_linear);

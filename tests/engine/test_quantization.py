@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.errors import ConfigError
@@ -33,9 +34,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def decoder(folder: Path, quantization: Quantization | None) -> Decoder:
     config = load_model_config(folder)
     backend = select_backend("cpu", torch.float32, config.head_dim)
-    model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=device, quantization=quantization)
     load_weights(model.targets(), folder, config)
-    model.pack(quantization)
     return model
 
 
@@ -88,8 +89,12 @@ def test_without_quantization_nothing_is_rounded(folder: Path) -> None:
     assert isinstance(model.embedding, Tensor)
     packed = model.layers[0].mlp.down.weight
     assert isinstance(packed, PackedWeight)
-    loaded = {name: tensor.clone() for name, tensor in fresh_targets(folder).items()}
-    assert torch.equal(packed.unpack(), loaded["model.layers.0.mlp.down_proj.weight"])
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(packed.unpack(), stored["model.layers.0.mlp.down_proj.weight"])
+    fused = model.layers[0].mlp.gate_up.weight
+    assert isinstance(fused, PackedWeight)
+    parts = [stored[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(fused.unpack(), torch.cat(parts))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -103,27 +108,18 @@ def test_weights_kept_as_codes_give_the_logits_of_float32(
         torch.manual_seed(0)
         model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
         for name, target in model.targets().items():
-            target.copy_(torch.ones_like(target) if "norm" in name else q4_1(*target.shape) * 8)
-        model.pack()
+            target.copy_(torch.ones(target.shape) if "norm" in name else q4_1(*target.shape) * 8)
         return model
 
     coded = made()
-    monkeypatch.setattr("kernels.linear.exact_codes", lambda weight: None)
-    monkeypatch.setattr("engine.models.decoder.exact_codes", lambda weight: None)
+    monkeypatch.setattr("kernels.linear.exact_codes", lambda *parts: None)
+    monkeypatch.setattr("engine.models.decoder.exact_codes", lambda *parts: None)
     wide = made()
     assert isinstance(coded.embedding, QuantizedWeight)
     assert isinstance(wide.embedding, Tensor)
     assert all(isinstance(layer.mlp.down.weight.data, QuantizedWeight) for layer in coded.layers)
     tokens = torch.randint(3, 380, (50,), generator=torch.Generator().manual_seed(0))
     assert torch.equal(logits_of(coded, tokens), logits_of(wide, tokens))
-
-
-def fresh_targets(folder: Path) -> dict[str, Tensor]:
-    config = load_model_config(folder)
-    backend = select_backend("cpu", torch.float32, config.head_dim)
-    model = Decoder(config, backend, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
-    load_weights(model.targets(), folder, config)
-    return model.targets()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import pad
 
 from kernels import cpu_ops
-from kernels.linear import PackedWeight, linear, pack_weight
+from kernels.linear import PackedWeight, linear, pack_weight, packs
 from kernels.quantized_weight import PANEL, QuantizedWeight
 from tests.kernels.weights import q4_1, q8_0
 
@@ -106,10 +106,40 @@ def test_linear_takes_rows_with_a_stride_and_more_dimensions(isa):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_half_types_are_left_alone(dtype):
+def test_layers_of_half_types_have_no_packed_form(dtype):
+    assert not packs(dtype, torch.device("cpu"))
     weight, x = torch.randn(8, 4).to(dtype), torch.randn(3, 4).to(dtype)
-    assert pack_weight(weight) is weight
     assert torch.equal(linear(x, weight), torch_linear(x, weight))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, *GGUF])
+def test_parts_are_packed_as_one_matrix(stored):
+    """Their borders lie within panels, and their type is the checkpoint's."""
+    parts = [weight_of(rows, 96, stored) for rows in (100, 1, 30, 48 * 40)]
+    if not isinstance(stored, str):
+        parts = [part.to(stored) for part in parts]
+    pack, whole = pack_weight(*parts), pack_weight(torch.cat(parts).float())
+    if isinstance(pack.data, QuantizedWeight):
+        assert all(torch.equal(getattr(pack.data, name), getattr(whole.data, name)) for name in ("data", "scale"))
+    else:
+        assert pack.data.dtype is (torch.bfloat16 if stored is torch.bfloat16 else torch.float32)
+        assert torch.equal(pack.data, whole.data)
+    assert torch.equal(pack.unpack(), torch.cat(parts).float())
+
+
+def test_packed_rows_may_be_a_part_of_wider_ones():
+    wide = torch.randn(60, 200)
+    assert torch.equal(pack_weight(wide[:, 40:104]).unpack(), wide[:, 40:104])
+    assert torch.equal(pack_weight(wide.t()).unpack(), wide.t())
+
+
+def test_rows_that_do_not_fit_into_panels_are_refused():
+    assert cpu_ops.load()
+    panels = torch.zeros(2, 64, PANEL)
+    with pytest.raises(ValueError, match="do not fit into panels"):
+        cpu_ops.pack_rows(torch.zeros(10, 64), panels, 90)
+    with pytest.raises(TypeError, match="rows to pack must be"):
+        cpu_ops.pack_rows(torch.zeros(10, 64, dtype=torch.bfloat16), panels, 0)
 
 
 def test_wrong_shapes_are_refused():

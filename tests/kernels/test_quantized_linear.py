@@ -15,7 +15,7 @@ from tests.kernels.weights import q4_1
 
 def weight_of(n, k, gated=False, four_bits=False):
     weight = q4_1(n, k) if four_bits else torch.randn(n, k) * k**-0.5
-    quantized = quantize_weight(weight, gated)
+    quantized = quantize_weight(weight, gated=gated)
     assert (quantized.offset is not None) == four_bits
     return weight, quantized
 

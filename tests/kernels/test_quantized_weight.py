@@ -46,3 +46,27 @@ def test_a_row_outside_is_refused():
     assert cpu_ops.load()
     with pytest.raises(IndexError, match="row 100 is outside"):
         exact_codes(q4_1(100, 96)).rows(torch.tensor([100]))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(100, 96), (2 * 48, 64), (2, 130), (48 * 40 + 2, 64)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_the_kernel_rounds_as_the_definition_does(n, k, gated, stored, monkeypatch):
+    weight = (torch.randn(n, k) * torch.rand(n, 1)).to(stored)
+    weight[0, :32] = 0
+    weight[1, 3] = 1e6
+    parts = weight.split([n // 2, n - n // 2] if gated else [1, n - 1])
+    found = quantize_weight(*parts, gated=gated)
+    monkeypatch.setattr(cpu_ops, "load", lambda: False)
+    expected = quantize_weight(weight, gated=gated)
+    assert found.data.shape == (expected.scale.shape[0], expected.scale.shape[1] * 8, 48, 4)
+    assert torch.equal(found.data, expected.data)
+    assert torch.equal(found.scale, expected.scale)
+    assert found.offset is None
+
+
+def test_parts_of_a_gated_weight_have_the_codes_of_both_in_one():
+    weight = q4_1(200, 64)
+    found, expected = exact_codes(*weight.chunk(2), gated=True), exact_codes(weight, gated=True)
+    assert torch.equal(found.data, expected.data)
+    assert torch.equal(found.offset, expected.offset)

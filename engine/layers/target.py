@@ -1,0 +1,52 @@
+"""What a checkpoint tensor fills: a parameter, or rows of one that is laid out once all of its rows have come."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Target(Protocol):
+    """A tensor is one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def copy_(self, source: Tensor, /) -> object:
+        """source: of this shape and any floating type."""
+
+
+class Parts:
+    """Gathers a matrix's rows, in as many parts as a checkpoint has them, and hands them over when all are there.
+
+    Until then it keeps what it was given, which for a safetensors file is a view of the file and takes no memory: the
+    matrix is made from it in one pass, and no other copy of the model ever exists.
+    """
+
+    def __init__(self, rows: list[int], columns: int, finish: Callable[[list[Tensor]], None]) -> None:
+        self._finish = finish
+        self._sources: list[Tensor | None] = [None] * len(rows)
+        self.targets: list[Target] = [_Part(self, i, torch.Size((count, columns))) for i, count in enumerate(rows)]
+
+    def put(self, index: int, source: Tensor) -> None:
+        self._sources[index] = source
+        sources = [source for source in self._sources if source is not None]
+        if len(sources) == len(self._sources):
+            self._sources = [None] * len(sources)
+            self._finish(sources)
+
+
+class _Part:
+    device = torch.device("cpu")
+
+    def __init__(self, parts: Parts, index: int, shape: torch.Size) -> None:
+        self._parts, self._index, self.shape = parts, index, shape
+
+    def copy_(self, source: Tensor, /) -> None:
+        """source: must not change until its matrix is complete."""
+        assert source.shape == self.shape
+        self._parts.put(self._index, source)
