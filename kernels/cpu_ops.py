@@ -159,8 +159,18 @@ def pack_rows(source: Tensor, panels: Tensor, first: int) -> None:
     _ops.pack_rows.default(source, panels, first)
 
 
-def quantize_rows(source: Tensor, data: Tensor, scale: Tensor, first: int, step: int, start: int) -> None:
-    _ops.quantize_rows.default(source, data, scale, first, step, start)
+def code_rows(
+    source: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    first: int,
+    step: int,
+    start: int,
+    exact: bool,
+) -> bool:
+    found: bool = _ops.code_rows.default(source, data, scale, offset, first, step, start, exact)
+    return found
 
 
 def argmax(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ scales still, at a fraction of the memory traffic. Those are found by trying, an
 as it was.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,42 +77,22 @@ def quantize_weight(*parts: Tensor, gated: bool = False) -> QuantizedWeight:
     """
     if found := exact_codes(*parts, gated=gated):
         return found
-    n, k = sum(map(len, parts)), parts[0].shape[1]
-    made = _empty(n, k, gated, offset=False)
-    if not cpu_ops.load():
-        for first, groups in _slices(parts, gated):
-            _put(made, first, *_rounded(groups))
-        return made
-    halves = _halves(parts) if gated else parts
-    row = 0
-    for i, part in enumerate(halves):
-        for rows in part.split(_SLICE * PANEL):
-            narrow = rows if rows.dtype is torch.bfloat16 else rows.float()
-            cpu_ops.quantize_rows(narrow.contiguous(), made.data, made.scale, row, 1 + gated, i * gated)
-            row += len(rows)
-        if gated:
-            row = 0
-    _clear_padding(made)
+    made = _empty(parts, gated, offset=False)
+    _fill(made, parts, _rounded)
     return made
 
 
 def exact_codes(*parts: Tensor, gated: bool = False) -> QuantizedWeight | None:
     """As `quantize_weight`, but codes that stand for exactly these values; None if there are none among the formats."""
-    n, k = sum(map(len, parts)), parts[0].shape[1]
-    if k % GROUP:
+    if parts[0].shape[1] % GROUP:
         return None
     few = parts[0][:_FEW, : _FEW * GROUP].float().unflatten(1, (-1, GROUP))
-    for attempt in (_four_bits, _eight_bits):
+    for make in (_four_bits, _eight_bits):
         # Most weights have no codes, which a few numbers show.
-        if attempt(few) is None:
+        if make(few) is None:
             continue
-        made = _empty(n, k, gated, offset=attempt is _four_bits)
-        for first, groups in _slices(parts, gated):
-            found = attempt(groups)
-            if found is None:
-                break
-            _put(made, first, *found)
-        else:
+        made = _empty(parts, gated, offset=make is _four_bits)
+        if _fill(made, parts, make):
             return made
     return None
 
@@ -192,11 +172,35 @@ def _rows_of(parts: Sequence[Tensor], first: int, end: int) -> Tensor:
     return torch.cat(taken)
 
 
-def _empty(n: int, k: int, gated: bool, offset: bool) -> QuantizedWeight:
-    panels, groups = (1 + gated) * -(-n // (1 + gated) // PANEL), -(-k // GROUP)
+def _empty(parts: Sequence[Tensor], gated: bool, offset: bool) -> QuantizedWeight:
+    n, k, copies = sum(map(len, parts)), parts[0].shape[1], 1 + gated
+    panels, groups = copies * -(-n // copies // PANEL), -(-k // GROUP)
     scale = torch.empty(panels, groups, PANEL, dtype=torch.float16)
     data = torch.empty(panels, groups * GROUP // (8 if offset else 4), PANEL, 4, dtype=torch.uint8)
     return QuantizedWeight(data, scale, torch.empty_like(scale) if offset else None, n, k, gated)
+
+
+def _fill(weight: QuantizedWeight, parts: Sequence[Tensor], make: Callable[[Tensor], _Codes | None]) -> bool:
+    """Write the codes that `make` finds of float32 [..., GROUP]; False as soon as it finds none for some group."""
+    if not cpu_ops.load():
+        for panel, groups in _slices(parts, weight.gated):
+            found = make(groups)
+            if found is None:
+                return False
+            _put(weight, panel, *found)
+        return True
+    _clear_padding(weight)
+    exact, row = make is not _rounded, 0
+    for i, part in enumerate(_halves(parts) if weight.gated else parts):
+        if weight.gated:
+            row = 0
+        for rows in part.split(_SLICE * PANEL):
+            narrow = (rows if rows.dtype is torch.bfloat16 else rows.float()).contiguous()
+            place = (row, 1 + weight.gated, i * weight.gated)
+            if not cpu_ops.code_rows(narrow, weight.data, weight.scale, weight.offset, *place, exact):
+                return False
+            row += len(rows)
+    return True
 
 
 def _put(weight: QuantizedWeight, first: int, codes: Tensor, scale: Tensor, offset: Tensor | None) -> None:
@@ -213,8 +217,10 @@ def _put(weight: QuantizedWeight, first: int, codes: Tensor, scale: Tensor, offs
 
 
 def _clear_padding(weight: QuantizedWeight) -> None:
-    """Codes of zero in the columns that stand for no row."""
+    """Zero in the columns that stand for no row."""
     copies = 1 + weight.gated
     if used := weight.n // copies % PANEL:
-        weight.data[-copies:, :, used:] = 128
+        weight.data[-copies:, :, used:] = 128 if weight.offset is None else 0
         weight.scale[-copies:, :, used:] = 0
+        if weight.offset is not None:
+            weight.offset[-copies:, :, used:] = 0

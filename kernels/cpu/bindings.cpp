@@ -138,7 +138,8 @@ TORCH_LIBRARY(nanoserve, m) {
       "Tensor");
   m.def("pack_rows(Tensor source, Tensor(a!) panels, int first) -> ()");
   m.def(
-      "quantize_rows(Tensor source, Tensor(a!) data, Tensor(b!) scale, int first, int step, int start) -> ()");
+      "code_rows(Tensor source, Tensor(a!) data, Tensor(b!) scale, Tensor(c!)? offset, int first, int step, int start, "
+      "bool exact) -> bool");
   m.def(
       "norm_quantized_linear(Tensor x, Tensor weight, float eps, Tensor data, Tensor scale, Tensor? offset, int n, "
       "bool gated, Tensor? bias) -> Tensor");
@@ -161,7 +162,7 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("coded_rows", &coded_rows);
   m.impl("add_lora", &add_lora);
   m.impl("pack_rows", &pack_rows);
-  m.impl("quantize_rows", &quantize_rows);
+  m.impl("code_rows", &code_rows);
   m.impl("argmax", &argmax);
   m.impl("quantized_linear", &quantized_linear);
   m.impl("norm_quantized_linear", &norm_quantized_linear);

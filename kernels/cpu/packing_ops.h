@@ -12,8 +12,7 @@
 #include <xmmintrin.h>
 #endif
 
-#include "checks.h"
-#include "team.h"
+#include "linear_ops.h"
 
 namespace {
 
@@ -75,53 +74,115 @@ void pack_rows(const Tensor& source, const Tensor& panels, int64_t first) {
   });
 }
 
-template <typename T>
-void quantize_rows_of(const Tensor& source, uint8_t* codes, c10::Half* scales, int64_t first, int64_t step,
-                      int64_t start) {
-  const T* in = source.const_data_ptr<T>();
-  const int64_t k = source.size(1), stride = source.stride(0), groups = (k + kGroup - 1) / kGroup;
-  for_panels(first, source.size(0), [&](int64_t row, int64_t column, int64_t count, int64_t at) {
-    const int64_t panel = start + at * step;
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t group = 0; group < groups; ++group) {
-        const T* from = in + (row + i) * stride + group * kGroup;
-        const int64_t some = std::min<int64_t>(kGroup, k - group * kGroup), place = panel * groups + group;
-        float x[kGroup] = {}, top = 0.0f;
-        for (int64_t j = 0; j < some; ++j) x[j] = static_cast<float>(from[j]);
-        for (float value : x) top = std::max(top, std::abs(value));
-        const c10::Half scale(top / 127.0f);
-        const float width = static_cast<float>(scale), inverse = width > 0.0f ? 1.0f / width : 0.0f;
-        scales[place * kPanel + column + i] = scale;
-        int32_t code[kGroup];
-        // 1.5 * 2^23: the last bit of the sum is worth one, so it is rounded, halves to even.
-        for (int64_t j = 0; j < kGroup; ++j)
-          code[j] = static_cast<int32_t>(std::min(127.0f, std::max(-127.0f, x[j] * inverse)) + 12582912.0f - 12582912.0f);
-        uint8_t* to = codes + (place * kGroup * kPanel + (column + i) * 4);
-        for (int64_t j = 0; j < kGroup; j += 4) {
-          const uint8_t word[4] = {static_cast<uint8_t>(code[j] + 128), static_cast<uint8_t>(code[j + 1] + 128),
-                                   static_cast<uint8_t>(code[j + 2] + 128), static_cast<uint8_t>(code[j + 3] + 128)};
-          memcpy(to + j * kPanel, word, 4);
-        }
-      }
-  });
+// A group's codes, as whole numbers in float32, and what a code stands for: scale * code + offset.
+struct CodedGroup {
+  float code[kGroup];
+  c10::Half scale, offset;
+};
+
+// Codes of 8 bits have 128 added; of 4 bits each eight lie in four bytes, the first four in the low halves.
+void store(const CodedGroup& group, bool four_bits, uint8_t* to) {
+  int32_t code[kGroup];
+  for (int64_t j = 0; j < kGroup; ++j) code[j] = static_cast<int32_t>(group.code[j]) + (four_bits ? 0 : 128);
+  for (int64_t j = 0; j < kGroup; j += four_bits ? 8 : 4, to += kPanel * 4) {
+    uint8_t word[4];
+    for (int64_t i = 0; i < 4; ++i)
+      word[i] = static_cast<uint8_t>(four_bits ? code[j + i] | code[j + 4 + i] << 4 : code[j + i]);
+    memcpy(to, word, 4);
+  }
 }
 
-// Rounds source: [rows, k], float32 or bfloat16, to 8 bits, into the columns from `first` on of every `step`th panel
-// from `start` on of data and scale, as in `QuantizedWeight`.
-void quantize_rows(const Tensor& source, const Tensor& data, const Tensor& scale, int64_t first, int64_t step,
-                   int64_t start) {
-  const bool wide = source.scalar_type() == at::kFloat;
+float rounded(float x, float lowest, float highest) {
+  // 1.5 * 2^23: the last bit of the sum is worth one, so it is rounded, halves to even.
+  return std::min(highest, std::max(lowest, x)) + 12582912.0f - 12582912.0f;
+}
+
+bool round_group(const float* x, CodedGroup& group) {
+  float top = 0.0f;
+  for (int64_t j = 0; j < kGroup; ++j) top = std::max(top, std::abs(x[j]));
+  group.scale = c10::Half(top / 127.0f);
+  const float step = static_cast<float>(group.scale), inverse = step > 0.0f ? 1.0f / step : 0.0f;
+  for (int64_t j = 0; j < kGroup; ++j) group.code[j] = rounded(x[j] * inverse, -127.0f, 127.0f);
+  return true;
+}
+
+// Whether codes from `lowest` to `highest` of this scale and offset, rounded to float16, stand for exactly x.
+bool fit_group(const float* x, float scale, float offset, float lowest, float highest, CodedGroup& group) {
+  group.scale = c10::Half(scale);
+  group.offset = c10::Half(offset);
+  const float step = static_cast<float>(group.scale), start = static_cast<float>(group.offset);
+  const float inverse = step != 0.0f ? 1.0f / step : 0.0f;
+  int exact = 1;
+  for (int64_t j = 0; j < kGroup; ++j) {
+    group.code[j] = rounded((x[j] - start) * inverse, lowest, highest);
+    exact &= group.code[j] * step + start == x[j];
+  }
+  return exact;
+}
+
+// The candidates are those of `_four_bits` and `_eight_bits` in kernels/quantized_weight.py.
+bool fit_four_bits(const float* x, CodedGroup& group) {
+  float low = x[0], high = x[0];
+  for (int64_t j = 1; j < kGroup; ++j) low = std::min(low, x[j]), high = std::max(high, x[j]);
+  const float extreme = high > -low ? high : low;
+  return fit_group(x, (high - low) / 15.0f, low, 0.0f, 15.0f, group) ||
+         fit_group(x, extreme / -8.0f, extreme, 0.0f, 15.0f, group);
+}
+
+bool fit_eight_bits(const float* x, CodedGroup& group) {
+  float top = 0.0f;
+  for (int64_t j = 0; j < kGroup; ++j) top = std::max(top, std::abs(x[j]));
+  return fit_group(x, top / 127.0f, 0.0f, -128.0f, 127.0f, group) ||
+         fit_group(x, top / 16.0f, 0.0f, -128.0f, 127.0f, group);
+}
+
+// Makes codes of source: [rows, k], float32 or bfloat16, in the columns from `first` on of every `step`th panel from
+// `start` on, as in `QuantizedWeight`: rounded to 8 bits, or where `exact` those that stand for exactly these values, of
+// 4 bits if there is an offset. Returns whether there are such codes; with the first group that has none it ends.
+bool code_rows(const Tensor& source, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t first,
+               int64_t step, int64_t start, bool exact) {
+  const bool wide = source.scalar_type() == at::kFloat, four_bits = offset.has_value();
   check_rows(source, wide ? at::kFloat : at::kBFloat16);
-  const int64_t rows = source.size(0), groups = (source.size(1) + kGroup - 1) / kGroup;
+  const int64_t rows = source.size(0), k = source.size(1), groups = (k + kGroup - 1) / kGroup;
   const int64_t last = start + (first + rows - 1) / kPanel * step;
-  TORCH_CHECK_VALUE(rows > 0 && first >= 0 && step > 0 && start >= 0 && data.scalar_type() == at::kByte &&
-                        scale.scalar_type() == at::kHalf && data.is_contiguous() && scale.is_contiguous() &&
-                        scale.dim() == 3 && scale.size(0) > last && scale.size(1) == groups &&
-                        scale.size(2) == kPanel && data.numel() == scale.numel() * kGroup,
+  const auto fits = [&](const Tensor& halves) {
+    return halves.scalar_type() == at::kHalf && halves.is_contiguous() && halves.dim() == 3 && halves.size(0) > last &&
+           halves.size(1) == groups && halves.size(2) == kPanel;
+  };
+  const int64_t group_bytes = kGroup / (four_bits ? 2 : 1) * kPanel;
+  TORCH_CHECK_VALUE(rows > 0 && first >= 0 && step > 0 && start >= 0 && fits(scale) && (!four_bits || fits(*offset)) &&
+                        data.scalar_type() == at::kByte && data.is_contiguous() &&
+                        data.numel() == scale.size(0) * groups * group_bytes && (exact || !four_bits),
                     "rows ", source.sizes(), " do not fit into codes with scales ", scale.sizes(), " from column ",
                     first, " on");
-  const auto run = wide ? &quantize_rows_of<float> : &quantize_rows_of<c10::BFloat16>;
-  run(source, data.data_ptr<uint8_t>(), scale.data_ptr<c10::Half>(), first, step, start);
+  const auto make = !exact ? round_group : four_bits ? fit_four_bits : fit_eight_bits;
+  uint8_t* codes = data.data_ptr<uint8_t>();
+  c10::Half* scales = scale.data_ptr<c10::Half>();
+  c10::Half* offsets = four_bits ? offset->data_ptr<c10::Half>() : nullptr;
+  int found = 1;
+  for_panels(first, rows, [&](int64_t row, int64_t column, int64_t count, int64_t at) {
+    const int64_t panel = start + at * step;
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t g = 0; g < groups; ++g) {
+        if (!__atomic_load_n(&found, __ATOMIC_RELAXED)) return;
+        const int64_t from = (row + i) * source.stride(0) + g * kGroup, some = std::min<int64_t>(kGroup, k - g * kGroup);
+        float x[kGroup] = {};
+        if (wide)
+          memcpy(x, source.const_data_ptr<float>() + from, some * sizeof(float));
+        else
+          for (int64_t j = 0; j < some; ++j) x[j] = source.const_data_ptr<c10::BFloat16>()[from + j];
+        CodedGroup group;
+        if (!make(x, group)) {
+          __atomic_store_n(&found, 0, __ATOMIC_RELAXED);
+          return;
+        }
+        const int64_t place = panel * groups + g, cell = place * kPanel + column + i;
+        store(group, four_bits, codes + place * group_bytes + (column + i) * 4);
+        scales[cell] = group.scale;
+        if (four_bits) offsets[cell] = group.offset;
+      }
+  });
+  return found;
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 """Codes that stand for exactly the values given, and where there are none."""
 
+import math
+
 import pytest
 import torch
 
@@ -23,11 +25,28 @@ def test_groups_of_several_formats_in_one_matrix_are_found():
 
 
 def test_one_value_that_is_no_code_is_enough_to_find_none():
+    for make in (q4_1, q8_0):
+        weight = make(100, 128)
+        weight[99, 127] *= 1.001
+        assert exact_codes(weight) is None
     weight = q4_1(100, 128)
-    weight[99, 127] *= 1.001
+    weight[99, 127] = math.nan
     assert exact_codes(weight) is None
     assert exact_codes(torch.randn(48, 64)) is None
     assert exact_codes(q8_0(48, 64)[:, :33]) is None
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("make", [q4_0, q4_1, q5_0, q8_0])
+def test_the_kernel_finds_the_codes_of_the_definition(make, gated, monkeypatch):
+    weight = torch.cat((make(48 * 40, 96), torch.full((1, 96), 0.25), torch.zeros(1, 96)))
+    parts = weight.chunk(2)
+    found = exact_codes(*parts, gated=gated)
+    monkeypatch.setattr(cpu_ops, "load", lambda: False)
+    expected = exact_codes(*parts, gated=gated)
+    assert torch.equal(found.data, expected.data)
+    assert torch.equal(found.scale, expected.scale)
+    assert found.offset is None if expected.offset is None else torch.equal(found.offset, expected.offset)
 
 
 @pytest.mark.parametrize("make", [q4_1, q8_0])
@@ -70,3 +89,12 @@ def test_parts_of_a_gated_weight_have_the_codes_of_both_in_one():
     found, expected = exact_codes(*weight.chunk(2), gated=True), exact_codes(weight, gated=True)
     assert torch.equal(found.data, expected.data)
     assert torch.equal(found.offset, expected.offset)
+
+
+def test_rows_that_do_not_fit_into_codes_are_refused():
+    assert cpu_ops.load()
+    weight = exact_codes(q8_0(96, 64))
+    with pytest.raises(ValueError, match="do not fit into codes"):
+        cpu_ops.code_rows(torch.zeros(10, 64), weight.data, weight.scale, None, 90, 1, 0, False)
+    with pytest.raises(ValueError, match="do not fit into codes"):
+        cpu_ops.code_rows(torch.zeros(10, 64), weight.data, weight.scale, weight.scale, 0, 1, 0, True)
