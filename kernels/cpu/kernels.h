@@ -130,7 +130,6 @@ struct QuantizedLinear {
   float* out;
   float* lines;       // scratch for each thread: k rounded up to whole groups
   void* activations;  // scratch: kActivationGroupBytes for each group of `rows` rows, or of kLoneRows for each thread
-  uint8_t* panels;    // scratch for each thread where codes have an offset: twice a panel's codes, a byte each
 };
 
 constexpr int kLoraTile = 16;         // tokens of a tile at most

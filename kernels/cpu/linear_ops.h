@@ -148,14 +148,12 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
   const int64_t rows = out.numel() / width, team = threads();
   const int64_t lines = team * groups * kGroup;
   const int64_t quantized = std::max(rows, kLoneRows * team) * groups * (kActivationGroupBytes / 4);
-  const int64_t panel_bytes = offset ? team * 2 * groups * kGroup * kPanel : 0;
-  Tensor scratch = at::empty({lines + quantized + panel_bytes / 4}, x.options());
+  Tensor scratch = at::empty({lines + quantized}, x.options());
   const auto data_of = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
   active->quantized_linear(
       {x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, rows, n, k, data_of(residual), data_of(norm),
        static_cast<float>(eps), residual_in ? total.data_ptr<float>() : nullptr, codes, data_of(bias_values), gated,
-       out.data_ptr<float>(), scratch.data_ptr<float>(), scratch.data_ptr<float>() + lines,
-       reinterpret_cast<uint8_t*>(scratch.data_ptr<float>() + lines + quantized)},
+       out.data_ptr<float>(), scratch.data_ptr<float>(), scratch.data_ptr<float>() + lines},
       static_cast<int>(team));
   return {out, total};
 }

@@ -15,55 +15,56 @@
 #include "team.h"
 
 constexpr int64_t kQuantizedRowBlock = 128;  // rows of an item: their activations stay in the second-level cache
+constexpr int64_t kLineRows = 32;            // rows of a panel's product that are held at once
 
 INLINE void add_bias(float* line, const float* bias, int64_t columns) {
   for (int64_t c = 0; c < columns; ++c) line[c] += bias[c];
 }
 
-// Rows `row` to `row + rows` against panel `panel` of the result; x: their activations; codes: of the panel, or of the
-// gate's and the up projection's.
-template <Form FORM>
-INLINE void quantized_panel(const QuantizedLinear& a, const ActivationGroup* x, const Codes (&codes)[2], int64_t panel,
-                            int64_t row, int64_t rows) {
-  const int64_t groups = (a.k + kGroup - 1) / kGroup, count = (rows + kTileHeight - 1) / kTileHeight;
-  const int64_t column = panel * kPanel, width = a.gated ? a.n / 2 : a.n, columns = min(kPanel, width - column);
-  alignas(64) float lines[2][kTileHeight * kPanel];
+// `rows` rows of the product with a panel, kLineRows at most; next: the panel that comes after it, or null.
+template <bool NIBBLES>
+INLINE void multiply_panel(const Codes& panel, const Codes* next, const ActivationGroup* x, int64_t groups,
+                           int64_t rows, float* lines) {
+  constexpr int all = group_lines(NIBBLES);
+  const int64_t count = (rows + kTileHeight - 1) / kTileHeight;
   for (int64_t i = 0; i < count; ++i) {  // of even height: 5 rows are 3 + 2
     const int64_t first = rows * i / count, height = rows * (i + 1) / count - first;
-    for (int part = 0; part < 1 + a.gated; ++part)
-      quantized_lines<FORM>(x + first * groups, height, codes[part], groups, lines[part]);
-    for (int64_t r = 0; r < height; ++r) {
-      float *line = lines[0] + r * kPanel, *to = a.out + (row + first + r) * width + column;
-      if (a.bias) add_bias(line, a.bias + column, columns);
-      if (a.gated) {
-        float* up = lines[1] + r * kPanel;
-        if (a.bias) add_bias(up, a.bias + width + column, columns);
-        for (int c = 0; c < kPanel; c += kLanes) {
-          const Vec gate = load(line + c);
-          store(line + c, gate / (exp2(gate * -kLog2e) + 1.0f) * load(up + c));
-        }
-      }
-      int64_t c = 0;
-      for (; c + kLanes <= columns; c += kLanes) store(to + c, load(line + c));
-      for (; c < columns; ++c) to[c] = line[c];
-    }
+    const int begin = static_cast<int>(all * i / count), end = static_cast<int>(all * (i + 1) / count);
+    const Ahead ahead = next ? Ahead{*next, begin, end} : Ahead{};
+    quantized_lines<NIBBLES>(x + first * groups, height, panel, groups, ahead, lines + first * kPanel);
   }
 }
 
-// scratch: a byte for each code of two panels.
-INLINE void quantized_panel(const QuantizedLinear& a, const ActivationGroup* x, int64_t panel, int64_t row,
-                            int64_t rows, uint8_t* scratch) {
+// Rows `row` to `row + rows`, kLineRows at most, of panel `panel` of the result; x: their activations; next: the panel
+// that comes after it, or -1. All of a gate comes before the up projection, so that one panel at a time is in cache.
+template <bool NIBBLES>
+INLINE void quantized_panel(const QuantizedLinear& a, const ActivationGroup* x, int64_t panel, int64_t next, int64_t row,
+                            int64_t rows) {
   const int64_t groups = (a.k + kGroup - 1) / kGroup, parts = 1 + a.gated;
-  Codes codes[2] = {};
-  for (int64_t part = 0; part < parts; ++part) codes[part] = panel_of(a.codes, panel * parts + part, groups);
-  if (!a.codes.offset) return quantized_panel<Form::kBytes>(a, x, codes, panel, row, rows);
-  if (rows <= kTileHeight) return quantized_panel<Form::kNibbles>(a, x, codes, panel, row, rows);
+  const int64_t column = panel * kPanel, width = a.gated ? a.n / 2 : a.n, columns = min(kPanel, width - column);
+  // With so few rows that codes are used as fast as they come, the CPU's own prefetching does better.
+  const bool fetch = next >= 0 && rows > (NIBBLES ? 1 : kTileHeight);
+  alignas(64) float lines[2][kLineRows * kPanel];
   for (int64_t part = 0; part < parts; ++part) {
-    uint8_t* unpacked = scratch + part * groups * kGroup * kPanel;
-    unpack_nibbles(codes[part].data, groups, unpacked);
-    codes[part].data = unpacked;
+    const Codes ahead = panel_of(a.codes, max(next, 0) * parts + part, groups);
+    multiply_panel<NIBBLES>(panel_of(a.codes, panel * parts + part, groups), fetch ? &ahead : nullptr, x, groups, rows,
+                            lines[part]);
   }
-  quantized_panel<Form::kUnpackedNibbles>(a, x, codes, panel, row, rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    float *line = lines[0] + r * kPanel, *to = a.out + (row + r) * width + column;
+    if (a.bias) add_bias(line, a.bias + column, columns);
+    if (a.gated) {
+      float* up = lines[1] + r * kPanel;
+      if (a.bias) add_bias(up, a.bias + width + column, columns);
+      for (int c = 0; c < kPanel; c += kLanes) {
+        const Vec gate = load(line + c);
+        store(line + c, gate / (exp2(gate * -kLog2e) + 1.0f) * load(up + c));
+      }
+    }
+    int64_t c = 0;
+    for (; c + kLanes <= columns; c += kLanes) store(to + c, load(line + c));
+    for (; c < columns; ++c) to[c] = line[c];
+  }
 }
 
 // A row of the input, after the residual add and the norm that may come before the product, in groups.
@@ -119,13 +120,25 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
       }
       wait_for(&done, a.rows, thread);
     }
-    for (;;) {
-      const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (i >= row_blocks * runs) break;
-      const int64_t row = i / runs * kQuantizedRowBlock, first = i % runs * run;
-      for (int64_t panel = first; panel < min(first + run, panels); ++panel)
-        quantized_panel(a, x + row * groups, panel, row, min(kQuantizedRowBlock, a.rows - row),
-                        a.panels + thread * 2 * groups * kGroup * kPanel);
+    const int64_t items = row_blocks * runs;
+    const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
+    for (int64_t i = take(); i < items;) {
+      const int64_t row = i / runs * kQuantizedRowBlock, rows = min(kQuantizedRowBlock, a.rows - row);
+      const int64_t first = i % runs * run, last = min(first + run, panels) - 1;
+      const int64_t count = (rows + kLineRows - 1) / kLineRows;
+      for (int64_t panel = first; panel <= last; ++panel) {
+        // The next item is taken while one panel is left, so that its first panel can be fetched meanwhile.
+        if (panel == last) i = take();
+        const int64_t then = panel < last ? panel + 1 : i < items ? i % runs * run : -1;
+        for (int64_t j = 0; j < count; ++j) {
+          const int64_t begin = row + rows * j / count, height = row + rows * (j + 1) / count - begin;
+          const int64_t next_panel = j + 1 < count ? -1 : then;
+          if (a.codes.offset)
+            quantized_panel<true>(a, x + begin * groups, panel, next_panel, begin, height);
+          else
+            quantized_panel<false>(a, x + begin * groups, panel, next_panel, begin, height);
+        }
+      }
     }
   });
 }

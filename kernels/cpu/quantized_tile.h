@@ -114,44 +114,51 @@ INLINE void quantize_group(const float* x, ActivationGroup& to) {
   to.sum = static_cast<float>(sum) * to.scale;
 }
 
-// Codes of a panel as a tile reads them.
-enum class Form {
-  kBytes,            // a weight is scale * (code - 128)
-  kNibbles,          // scale * code + offset
-  kUnpackedNibbles,  // so too, but a byte for each code
-};
-
 // Four dimensions of kLanes columns, step `i` of a group; w: the group's codes from the first of these columns on.
-template <Form FORM>
+template <bool NIBBLES>
 INLINE LaneVec load_codes(const uint8_t* w, int i) {
-  if (FORM != Form::kNibbles) return *reinterpret_cast<const LaneVecUnaligned*>(w + i * kPanel * 4);
+  if (!NIBBLES) return *reinterpret_cast<const LaneVecUnaligned*>(w + i * kPanel * 4);
   const LaneVec words = *reinterpret_cast<const LaneVecUnaligned*>(w + i / 2 * kPanel * 4);
   return (i % 2 ? words >> 4 : words) & 0x0f0f0f0fu;
 }
 
-// to: [k / 4, kPanel, 4], a byte for each of a panel's 4-bit codes.
-static void unpack_nibbles(const uint8_t* codes, int64_t groups, uint8_t* to) {
-  for (int64_t i = 0; i < groups * kSteps; i += 2, codes += kPanel * 4, to += 2 * kPanel * 4)
-    for (int half = 0; half < 2; ++half)
-      for (int c = 0; c < kPanel * 4; c += kLanes * 4)
-        *reinterpret_cast<LaneVecUnaligned*>(to + half * kPanel * 4 + c) = load_codes<Form::kNibbles>(codes + c, half);
+constexpr int group_bytes(bool nibbles) { return kGroup * kPanel / (nibbles ? 2 : 1); }
+constexpr int group_lines(bool nibbles) { return group_bytes(nibbles) / 64; }
+
+// A panel that will be read soon, and which of the cache lines of each of its groups to fetch meanwhile. A tile fetches a
+// few lines in each group: a CPU drops prefetches that come faster than memory answers.
+struct Ahead {
+  Codes panel;
+  int first, last;
+};
+
+template <bool NIBBLES>
+INLINE void fetch(const Ahead& ahead, int64_t g) {
+  for (int line = ahead.first; line < ahead.last; ++line)
+    __builtin_prefetch(ahead.panel.data + g * group_bytes(NIBBLES) + line * 64);
+  if (ahead.first > 0 || ahead.last == 0) return;
+  for (int c = 0; c < kPanel; c += kPanel / 2) {
+    __builtin_prefetch(ahead.panel.scale + g * kPanel + c);
+    if (NIBBLES) __builtin_prefetch(ahead.panel.offset + g * kPanel + c);
+  }
 }
 
 // ROWS rows of quantised x against a panel of codes; out: rows of kPanel floats.
-template <int ROWS, Form FORM>
-static void quantized_tile(const ActivationGroup* x, const Codes& panel, int64_t groups, float* out) {
-  constexpr int vecs = tile_vecs(ROWS), group_bytes = kGroup * kPanel / (FORM == Form::kNibbles ? 2 : 1);
+template <int ROWS, bool NIBBLES>
+static void quantized_tile(const ActivationGroup* x, const Codes& panel, int64_t groups, Ahead ahead, float* out) {
+  constexpr int vecs = tile_vecs(ROWS);
   for (int c = 0; c < kPanel; c += vecs * kLanes) {
     const uint8_t* w = panel.data + c * 4;
     Vec total[ROWS][vecs] = {};
-    for (int64_t g = 0; g < groups; ++g, w += group_bytes) {
+    for (int64_t g = 0; g < groups; ++g, w += group_bytes(NIBBLES)) {
+      if (c == 0) fetch<NIBBLES>(ahead, g);
       IntVec acc[ROWS][vecs];
       for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < vecs; ++j) acc[r][j] = splat(FORM == Form::kBytes ? x[r * groups + g].start : 0);
+        for (int j = 0; j < vecs; ++j) acc[r][j] = splat(NIBBLES ? 0 : x[r * groups + g].start);
 #pragma GCC unroll 8
       for (int i = 0; i < kSteps; ++i) {
         LaneVec weights[vecs][kParts];
-        for (int j = 0; j < vecs; ++j) split_weights(load_codes<FORM>(w + j * kLanes * 4, i), weights[j]);
+        for (int j = 0; j < vecs; ++j) split_weights(load_codes<NIBBLES>(w + j * kLanes * 4, i), weights[j]);
         for (int r = 0; r < ROWS; ++r)
           for (int j = 0; j < vecs; ++j) multiply_add(acc[r][j], weights[j], x[r * groups + g].words + i * kParts);
       }
@@ -160,7 +167,7 @@ static void quantized_tile(const ActivationGroup* x, const Codes& panel, int64_t
         for (int r = 0; r < ROWS; ++r)
           total[r][j] += __builtin_convertvector(acc[r][j], Vec) * (scale * x[r * groups + g].scale);
       }
-      if (FORM != Form::kBytes)
+      if (NIBBLES)
         for (int j = 0; j < vecs; ++j) {
           const Vec offset = load_half(panel.offset + g * kPanel + c + j * kLanes);
           for (int r = 0; r < ROWS; ++r) total[r][j] += offset * x[r * groups + g].sum;
@@ -171,11 +178,12 @@ static void quantized_tile(const ActivationGroup* x, const Codes& panel, int64_t
   }
 }
 
-template <Form FORM>
-INLINE void quantized_lines(const ActivationGroup* x, int64_t height, const Codes& panel, int64_t groups, float* out) {
-  typedef void (*Tile)(const ActivationGroup*, const Codes&, int64_t, float*);
-  static constexpr Tile tiles[] = {nullptr, quantized_tile<1, FORM>, quantized_tile<2, FORM>,
-                                   quantized_tile<min(3, kTileHeight), FORM>,
-                                   quantized_tile<min(4, kTileHeight), FORM>};
-  tiles[height](x, panel, groups, out);
+template <bool NIBBLES>
+INLINE void quantized_lines(const ActivationGroup* x, int64_t height, const Codes& panel, int64_t groups,
+                            const Ahead& ahead, float* out) {
+  typedef void (*Tile)(const ActivationGroup*, const Codes&, int64_t, Ahead, float*);
+  static constexpr Tile tiles[] = {nullptr, quantized_tile<1, NIBBLES>, quantized_tile<2, NIBBLES>,
+                                   quantized_tile<min(3, kTileHeight), NIBBLES>,
+                                   quantized_tile<min(4, kTileHeight), NIBBLES>};
+  tiles[height](x, panel, groups, ahead, out);
 }
