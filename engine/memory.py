@@ -47,8 +47,10 @@ class GpuMemory:
         return f"of {self.total / GIB:.2f} GiB gpu_memory_utilization {utilization:g} allows {parts}"
 
 
-def num_kv_blocks(config: EngineConfig, gpu: GpuMemory | None, num_graphs: int, bytes_per_block: int) -> int:
-    """Blocks of the KV cache by the settings. gpu: None on a CPU.
+def num_kv_blocks(
+    config: EngineConfig, gpu: GpuMemory | None, num_graphs: int, bytes_per_block: int, ranks: int = 1
+) -> int:
+    """Blocks of the KV cache by the settings. gpu: None on a CPU. ranks: that share the memory of this host.
 
     Raises `ConfigError` with the numbers, and with the settings to change, when not even one block fits.
     """
@@ -64,8 +66,8 @@ def num_kv_blocks(config: EngineConfig, gpu: GpuMemory | None, num_graphs: int, 
         change = "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
         change += ", or set enforce_eager" if num_graphs else ""
     else:
-        budget = min(CPU_CACHE_LIMIT, int(available_memory() * CPU_CACHE_SHARE))
-        source = "a quarter of the available memory is taken"
+        budget = min(CPU_CACHE_LIMIT, int(available_memory() * CPU_CACHE_SHARE)) // ranks
+        source = "a quarter of the available memory is taken" + (f" by {ranks} ranks" if ranks > 1 else "")
         change = "free memory, or set kv_cache_memory_bytes"
     blocks = budget // bytes_per_block
     if blocks < 1:

@@ -20,10 +20,12 @@ from engine.memory import GIB, GpuMemory, num_kv_blocks, out_of_memory
 from engine.model_config import load_model_config
 from engine.models.decoder import Decoder
 from engine.padded_step import PaddedStep, is_decode, padded_sizes
+from engine.parallel import ParallelGroup
 from engine.pinned import Download, HostResults, PinnedUpload, Results
 from engine.precision import choose_device, choose_precision
 from engine.runner import RunnerInfo, SwapInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
+from engine.shared_sampling import follower_plan, sample_together, score_together
 from engine.step import Logprobs, SamplingMode, StepPlan, StepResult
 from engine.step_inputs import DeviceRows, SampleInputs
 from engine.trial import measure_memory, seconds_per_token, trial_plan, warm_up_plans
@@ -44,6 +46,9 @@ class Ticket:
 class ModelRunner:
     """A `Runner` for one device. Block tables and sampling parameters stay there in rows; a plan sends differences.
 
+    Of a model that ranks share, every rank runs the same plans. The results of rank 0 are the step's; the others have
+    its tokens, but no log probabilities.
+
     cuda: `torch.cuda` or a stand-in for it, through which copies run beside the host; None: the device is the host.
     """
 
@@ -59,13 +64,15 @@ class ModelRunner:
     ) -> None:
         self.info = info
         self.model = model
+        self.group = model.group
+        self._follows = self.group is not None and self.group.rank > 0
         self.device = device
         self.dtype = dtype
         self._cuda = cuda
-        config = model.config
+        config, num_kv_heads = model.config, model.shares.kv_heads.size
         try:
             self.caches = [
-                backend.kv_cache(info.num_blocks, info.block_size, config.num_kv_heads, config.head_dim, dtype, device)
+                backend.kv_cache(info.num_blocks, info.block_size, num_kv_heads, config.head_dim, dtype, device)
                 for _ in range(config.num_layers)
             ]
         except (OSError, RuntimeError, OverflowError) as error:
@@ -91,23 +98,27 @@ class ModelRunner:
             self.graphs = GraphRunner(self.padded, self._cuda)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, path: Path) -> Self:
+    def from_config(cls, config: EngineConfig, path: Path, group: ParallelGroup | None = None) -> Self:
         """Choose what the settings leave open, load the weights of `path`, allocate the KV cache.
 
-        Raises `ConfigError`, `LoadError`.
+        group: of the `tensor_parallel_size` ranks, if that is above 1; this one loads its share of the weights. All
+            ranks must be given the same settings, and may be given their own num_threads. `close` closes the group.
+        Raises `ConfigError`, `LoadError`, `RankLostError`.
         """
-        if config.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {config.tensor_parallel_size}, but one process runs one rank: leave it at 1"
-            )
+        size = 1 if group is None else group.size
+        if config.tensor_parallel_size != size:
+            raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}, but {size} rank runs this model")
         model_config = load_model_config(path)
         device = choose_device(config)
         precision = choose_precision(config, model_config, device)
         dtype = precision.dtype
         if device.type == "cpu":
-            torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(config.num_threads or max(1, cores // (1 if group is None else group.local_size)))
         if config.compilation and device.type == "cpu":
             raise ConfigError("compilation is for a GPU: on a CPU the C++ kernels are faster")
+        if config.compilation and group is not None:
+            raise ConfigError("compilation is for a model on one GPU: leave it off, or tensor_parallel_size at 1")
         max_model_len = config.max_model_len or model_config.max_position_embeddings
         if max_model_len > model_config.max_position_embeddings:
             raise ConfigError(
@@ -127,6 +138,7 @@ class ModelRunner:
                 dtype=dtype,
                 device=device,
                 quantization=precision.quantization,
+                group=group,
             )
         except torch.OutOfMemoryError as error:
             change = "choose a smaller model, or one whose weights are stored in fewer bits"
@@ -137,7 +149,7 @@ class ModelRunner:
             load_weights(model.targets(), path, model_config)
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
         budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
-        layer_bytes = backend.kv_token_bytes(model_config.num_kv_heads, model_config.head_dim, dtype)
+        layer_bytes = backend.kv_token_bytes(model.shares.kv_heads.size, model_config.head_dim, dtype)
         token_bytes = model_config.num_layers * layer_bytes
         info = RunnerInfo(
             num_blocks=1,
@@ -153,15 +165,21 @@ class ModelRunner:
         cuda = torch.cuda if device.type == "cuda" else None
         # What looks at the device cannot be captured: torch's attention at lengths, experts at what was routed to them.
         looks = backend.name == "torch" or any(layer.sparse for layer in model_config.layers)
-        capture = cuda is not None and not config.enforce_eager and not looks
+        capture = cuda is not None and not config.enforce_eager and not looks and group is None
         if cuda is not None and looks and not config.enforce_eager:
             logger.warning("no CUDA graphs: attention or experts of this model wait for the GPU; decode steps are slow")
+        elif cuda is not None and group is not None and group.rank == 0 and not config.enforce_eager:
+            logger.warning("no CUDA graphs: sampling on one of several ranks is not captured; decode steps are slow")
         # Where prompts are computed whole, a step may have the longest one beside every decode.
         most = budget if config.enable_chunked_prefill else max(budget, max_model_len + max_num_seqs)
         largest = replace(info, max_num_batched_tokens=most)
         gpu = None if cuda is None else cls._measure(model, backend, largest, dtype=dtype, device=device)
         num_graphs = len(padded_sizes(max_num_seqs)) * (1 + len(SamplingMode)) if capture else 0
-        num_blocks = num_kv_blocks(config, gpu, num_graphs, token_bytes * block_size)
+        num_blocks = num_kv_blocks(
+            config, gpu, num_graphs, token_bytes * block_size, 1 if group is None else group.local_size
+        )
+        if group is not None:
+            num_blocks = group.min(num_blocks)
         info = replace(info, num_blocks=num_blocks)
         logger.info(
             "%s on %s in %s, attention by %s (%s), KV cache of %d tokens in %d blocks (%.2f GiB)",
@@ -235,6 +253,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step; the ticket holds its results on the device."""
+        if self._follows:
+            plan = follower_plan(plan)
         try:
             if plan.copies is not None:
                 assert self.host_blocks is not None
@@ -267,12 +287,19 @@ class ModelRunner:
         """hidden: [T, hidden]; sample_at: the K among them that are sampled from, None for all."""
         scores = None
         if sampling.extras is not None and sampling.extras.prompt_scores is not None:
-            scores = score_prompt(self.model.logits, hidden, sampling.extras.prompt_scores, self._prompt_rows)
+            to_score, num_rows = sampling.extras.prompt_scores, self._prompt_rows
+            if self.group is None:
+                scores = score_prompt(self.model.logits, hidden, to_score, num_rows)
+            else:
+                scores = score_together(self.model, hidden, to_score, num_rows)
         results: list[Tensor] = []
         logprobs = None
         if len(plan.sample):
             logits = self.model.logits(hidden if sample_at is None else hidden[sample_at])
-            tokens, logprobs = sample(logits, sampling, self.rows, plan.mode)
+            if self.group is None:
+                tokens, logprobs = sample(logits, sampling, self.rows, plan.mode)
+            else:
+                tokens, logprobs = sample_together(self.group, logits, sampling, self.rows, plan.mode)
             self.rows.last_tokens[sampling.rows] = tokens
             results.append(tokens)
         else:  # chunks of prompts only
@@ -295,3 +322,5 @@ class ModelRunner:
         self.graphs = self.padded = self.host_blocks = None
         self.caches = []
         self.__dict__.pop("model", None)
+        if self.group is not None:
+            self.group.close()

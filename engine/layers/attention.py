@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear, Quantization
-from engine.layers.norm import RMSNorm
-from engine.layers.target import Target
+from engine.layers.linear import Linear, Quantization, row_linear
+from engine.layers.norm import RMSNorm, SharedRMSNorm
+from engine.layers.target import Slices, Target
 from engine.model_config import ModelConfig
+from engine.shares import Shares, Span
 from kernels.attention import AttentionBackend, AttentionMetadata, HeadNorms
 
 KVCache = tuple[Tensor, Tensor]
@@ -15,11 +16,15 @@ RotaryTable = tuple[Tensor, Tensor]
 
 
 class Attention:
-    """rotary: None where q and k do not turn. window: tokens that a token sees, 0 for all before it."""
+    """Of the heads that this rank holds.
+
+    rotary: None where q and k do not turn. window: tokens that a token sees, 0 for all before it.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
+        shares: Shares,
         rotary: RotaryTable | None,
         window: int,
         backend: AttentionBackend,
@@ -32,39 +37,44 @@ class Attention:
         self.rotary = rotary
         self.window = window
         self.soft_cap = config.attention_soft_cap
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
+        self.num_heads = shares.heads.size
+        self.num_kv_heads = shares.kv_heads.size
         self.head_dim = config.head_dim
         self.scale = config.attention_scale or config.head_dim**-0.5
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_span, self.kv_span = shares.heads.times(config.head_dim), shares.kv_heads.times(config.head_dim)
         self.qkv = Linear(
             config.hidden_size,
-            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            {"q_proj": self.q_span, "k_proj": self.kv_span, "v_proj": self.kv_span},
             bias=config.qkv_bias,
             dtype=dtype,
             device=device,
             stored_as="qkv_proj" if config.fused_projections else None,
             quantization=quantization,
         )
-        self.output = Linear(
-            q_size,
+        self.output = row_linear(
+            shares.group,
+            self.q_span,
             {"o_proj": config.hidden_size},
             bias=config.output_bias,
             dtype=dtype,
             device=device,
             quantization=quantization,
         )
-        self.q_norm = self.k_norm = None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         self.norms_all_heads = config.qk_norm == "all_heads"
         if config.qk_norm != "none":
-            sizes = (q_size, kv_size) if self.norms_all_heads else (config.head_dim, config.head_dim)
+            spans = (self.q_span, self.kv_span) if self.norms_all_heads else [Span.of(config.head_dim)] * 2
             self.q_norm, self.k_norm = (
-                RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device) for size in sizes
+                RMSNorm(span.size, config.rms_norm_eps, dtype=dtype, device=device)
+                if shares.group is None or not self.norms_all_heads
+                else SharedRMSNorm(span, config.rms_norm_eps, shares.group, dtype=dtype, device=device)
+                for span in spans
             )
         self.head_norms = None
         if self.q_norm is not None and self.k_norm is not None and not self.norms_all_heads:
             self.head_norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
-        self._sizes = (q_size, kv_size, kv_size)
+        self._sizes = (self.q_span.size, self.kv_span.size, self.kv_span.size)
 
     def __call__(
         self,
@@ -106,6 +116,12 @@ class Attention:
 
     def targets(self, prefix: str) -> dict[str, Target]:
         views = self.qkv.targets(prefix) | self.output.targets(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            views |= {f"{prefix}q_norm.weight": self.q_norm.weight, f"{prefix}k_norm.weight": self.k_norm.weight}
+        for name, norm, span in (("q_norm", self.q_norm, self.q_span), ("k_norm", self.k_norm, self.kv_span)):
+            if norm is None:
+                continue
+            weight: Target = norm.weight
+            if self.norms_all_heads and not span.is_all:
+                weight = Slices(norm.weight.device)
+                weight.add(norm.weight, span)
+            views[f"{prefix}{name}.weight"] = weight
         return views

@@ -12,21 +12,28 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.layers.target import Target
 from engine.model_config import ModelConfig
+from engine.shares import Shares
 
 
 class Experts:
-    """The router is never quantised: rounding it would send tokens elsewhere."""
+    """The router is never quantised: rounding it would send tokens elsewhere. Ranks share each expert's features."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+        self,
+        config: ModelConfig,
+        shares: Shares,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None = None,
     ) -> None:
         assert config.experts is not None
         self.per_token = config.experts.per_token
         self.normalize = config.experts.normalize
         self.router = Linear(config.hidden_size, {"gate": config.experts.count}, bias=False, dtype=dtype, device=device)
-        size = config.experts.intermediate_size
+        self.group = shares.group
         self.experts = [
-            MLP(config, size, dtype=dtype, device=device, quantization=quantization)
+            MLP(config, shares.expert_inner, None, dtype=dtype, device=device, quantization=quantization)
             for _ in range(config.experts.count)
         ]
 
@@ -60,7 +67,7 @@ class Experts:
             y = expert.down(expert.gate_up(x[mine]))
             out.index_add_(0, mine, y * weight[start : start + count])
             start += count
-        return out
+        return out if self.group is None else self.group.all_reduce(out)
 
     def targets(self, prefix: str) -> dict[str, Target]:
         views = self.router.targets(prefix)

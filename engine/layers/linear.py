@@ -1,14 +1,17 @@
 """Linear layers, fused where several projections read the same input."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from itertools import zip_longest
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from engine.layers.norm import RMSNorm
-from engine.layers.target import Parts, Target
+from engine.layers.target import Parts, Slices, Target
 from engine.model_config import Activation
+from engine.parallel import ParallelGroup
+from engine.shares import Span
 from kernels.activation import gelu_and_mul, silu_and_mul
 from kernels.linear import PackedWeight, linear, pack_weight, packs
 from kernels.quantized_linear import norm_quantized_linear, quantized_linear
@@ -22,7 +25,9 @@ _GATES: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "g
 class Linear:
     """y = x W^T + b for one or more projections of one input, stored as one matrix.
 
-    parts: output features by the projection's name, in the order of the fused rows.
+    in_features, parts: input features, and output features by the projection's name, in the order of the fused rows;
+        of those a checkpoint has, the span that this rank holds. Where it holds some of the inputs, y is a term of the
+        sum over all ranks, and the first of them adds the bias.
     gate: the parts are a gate and an up projection, and y is gate(gate) * up, as wide as one of them.
     stored_as: the name of all parts together, where checkpoints store them as one matrix.
     quantization: "int8" keeps the weight in 8 bits or fewer; for float32 on a CPU.
@@ -31,8 +36,8 @@ class Linear:
 
     def __init__(
         self,
-        in_features: int,
-        parts: Mapping[str, int],
+        in_features: int | Span,
+        parts: Mapping[str, int] | Mapping[str, Span],
         *,
         bias: bool,
         dtype: torch.dtype,
@@ -41,21 +46,26 @@ class Linear:
         stored_as: str | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        self.parts = dict(parts)
+        self.columns = Span.of(in_features)
+        self.rows = {name: Span.of(size) for name, size in parts.items()}
+        self.parts = {name: rows.size for name, rows in self.rows.items()}
         self.gate = gate
         self.stored_as = stored_as
         self.quantization = quantization
         # What is left to do after the product: a quantised weight does SwiGLU within it.
         self._activate = None if gate is None else _GATES[gate]
-        out_features = sum(parts.values())
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self._device = device
+        self._has_bias = bias
+        out_features = sum(self.parts.values())
+        self.bias = None
+        if bias and self.columns.start == 0:
+            self.bias = torch.empty(out_features, dtype=dtype, device=device)
         self.weight: Tensor | PackedWeight | QuantizedWeight
         self._parts = None
         if quantization or packs(dtype, device):
-            sizes = [out_features] if stored_as else list(parts.values())
-            self._parts = Parts(sizes, in_features, self.lay_out)
+            self._parts = Parts(list(self.parts.values()), self.columns.size, self.lay_out)
             device = torch.device("meta")
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight = torch.empty(out_features, self.columns.size, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in_features] -> y: [tokens, sum of parts], or half of that with a gate."""
@@ -87,16 +97,40 @@ class Linear:
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint name -> the rows that it fills."""
-        parts = {self.stored_as: sum(self.parts.values())} if self.stored_as else self.parts
-        sizes = list(parts.values())
-        rows: Sequence[Target]
+        sizes = list(self.parts.values())
+        weights: Sequence[Target]
         if self._parts is not None:
-            rows = self._parts.targets
+            weights = self._parts.targets
         else:
             assert isinstance(self.weight, Tensor)
-            rows = self.weight.split(sizes)
-        views: dict[str, Target] = {f"{prefix}{name}.weight": part for name, part in zip(parts, rows, strict=True)}
-        if self.bias is not None:
-            biases = self.bias.split(sizes)
-            views |= {f"{prefix}{name}.bias": part for name, part in zip(parts, biases, strict=True)}
-        return views
+            weights = self.weight.split(sizes)
+        found = self._named(prefix, "weight", weights, self.columns)
+        if self._has_bias:
+            found |= self._named(prefix, "bias", [] if self.bias is None else self.bias.split(sizes))
+        return found
+
+    def _named(self, prefix: str, kind: str, targets: Sequence[Target], *columns: Span) -> dict[str, Target]:
+        """targets: one for each projection, or none."""
+        names = [f"{prefix}{self.stored_as or name}.{kind}" for name in self.rows]
+        if not self.stored_as and all(span.is_all for span in (*self.rows.values(), *columns)) and targets:
+            return dict(zip(names, targets, strict=True))
+        found = {name: Slices(self._device) for name in names}
+        for name, rows, target in zip_longest(names, self.rows.values(), targets):
+            found[name].add(target, rows, *columns)
+        return dict(found)
+
+
+class SummedLinear(Linear):
+    """y is the sum over all ranks, each of which holds some of the inputs."""
+
+    def __init__(self, group: ParallelGroup, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._group.all_reduce(super().__call__(x))
+
+
+def row_linear(group: ParallelGroup | None, *args: Any, **kwargs: Any) -> Linear:
+    """Of what ranks share the inputs of, or of one rank."""
+    return Linear(*args, **kwargs) if group is None else SummedLinear(group, *args, **kwargs)

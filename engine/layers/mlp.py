@@ -3,25 +3,30 @@
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear, Quantization
+from engine.layers.linear import Linear, Quantization, row_linear
 from engine.layers.norm import RMSNorm
 from engine.layers.target import Target
 from engine.model_config import ModelConfig
+from engine.parallel import ParallelGroup
+from engine.shares import Span
 
 
 class MLP:
-    """intermediate_size: the width between the projections, where it is not the config's own."""
+    """inner: the features between the projections that this rank holds.
+
+    group: None leaves the sum over the ranks to whoever uses this.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
-        intermediate_size: int | None = None,
+        inner: Span,
+        group: ParallelGroup | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None = None,
     ) -> None:
-        inner = intermediate_size or config.intermediate_size
         self.gate_up = Linear(
             config.hidden_size,
             {"gate_proj": inner, "up_proj": inner},
@@ -32,7 +37,8 @@ class MLP:
             stored_as="gate_up_proj" if config.fused_projections else None,
             quantization=quantization,
         )
-        self.down = Linear(
+        self.down = row_linear(
+            group,
             inner,
             {"down_proj": config.hidden_size},
             bias=config.mlp_bias,

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from engine.shares import Span
 
 
 class Target(Protocol):
@@ -50,3 +53,31 @@ class _Part:
         """source: must not change until its matrix is complete."""
         assert source.shape == self.shape
         self._parts.put(self._index, source)
+
+
+class Slices:
+    """Takes a tensor of which it hands on some parts, such as those that one rank holds; the rest is not read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.shape = torch.Size()
+        self._parts: list[tuple[Target, tuple[slice, ...]]] = []
+
+    def add(self, target: Target | None, rows: Span, *columns: Span) -> None:
+        """The tensor has the whole of `rows` below what it had; target takes the span itself, None nothing of it.
+
+        A target that has more rows than there are gets zeros for the others.
+        """
+        first = self.shape[0] if self.shape else 0
+        self.shape = torch.Size((first + rows.whole, *(span.whole for span in columns)))
+        starts = (first + rows.start, *(span.start for span in columns))
+        if target is not None:
+            index = tuple(slice(start, start + size) for start, size in zip(starts, target.shape, strict=True))
+            self._parts.append((target, index))
+
+    def copy_(self, source: Tensor, /) -> None:
+        for target, index in self._parts:
+            part = source[index]
+            if padding := target.shape[0] - part.shape[0]:
+                part = F.pad(part, (0, 0) * (part.dim() - 1) + (0, padding))
+            target.copy_(part)

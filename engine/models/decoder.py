@@ -11,8 +11,10 @@ from engine.layers.experts import Experts
 from engine.layers.linear import Linear, Quantization
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
-from engine.layers.target import Parts, Target
+from engine.layers.target import Parts, Slices, Target
 from engine.model_config import LayerConfig, ModelConfig, NormPlacement, RopeConfig
+from engine.parallel import ParallelGroup
+from engine.shares import Shares, Span, share
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.linear import PackedWeight
 from kernels.quantized_weight import QuantizedWeight, exact_codes, quantize_weight
@@ -32,6 +34,7 @@ class DecoderLayer:
     def __init__(
         self,
         config: ModelConfig,
+        shares: Shares,
         layer: LayerConfig,
         rotary: RotaryTable | None,
         backend: AttentionBackend,
@@ -41,9 +44,13 @@ class DecoderLayer:
         quantization: Quantization | None,
     ) -> None:
         self.attention = Attention(
-            config, rotary, layer.window, backend, dtype=dtype, device=device, quantization=quantization
+            config, shares, rotary, layer.window, backend, dtype=dtype, device=device, quantization=quantization
         )
-        self.mlp = (Experts if layer.sparse else MLP)(config, dtype=dtype, device=device, quantization=quantization)
+        self.mlp: MLP | Experts
+        if layer.sparse:
+            self.mlp = Experts(config, shares, dtype=dtype, device=device, quantization=quantization)
+        else:
+            self.mlp = MLP(config, shares.inner, shares.group, dtype=dtype, device=device, quantization=quantization)
         self.residual_scale = config.residual_scale
         self._norm_names = NORM_NAMES[config.norms]
         self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm = (
@@ -78,6 +85,7 @@ class Decoder:
 
     quantization: "int8" keeps every matrix in 8 bits or fewer, the embedding table too; norms and the routers of
         experts stay. For float32 on a CPU.
+    group: whose other ranks hold the rest of the model; None: all is here. Raises `ConfigError` where it cannot be cut.
     """
 
     def __init__(
@@ -89,13 +97,16 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None = None,
+        group: ParallelGroup | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.quantization = quantization
+        self.group = group
+        self.shares = share(config, group, quantized=quantization is not None)
         self.head = Linear(
             config.hidden_size,
-            {"lm_head": config.vocab_size},
+            {"lm_head": self.shares.vocabulary},
             bias=False,
             dtype=dtype,
             device=device,
@@ -106,14 +117,21 @@ class Decoder:
         self.embedding = self.head.weight
         if not config.tie_word_embeddings:
             place = self.head.weight.device  # empty_like of a meta tensor imports half a second of sympy
-            self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=place)
+            self.embedding = torch.empty(self.head.weight.shape, dtype=dtype, device=place)
         self._embedding_parts = None
         if self.embedding.is_meta:
-            self._embedding_parts = Parts([config.vocab_size], config.hidden_size, self._lay_out_embedding)
+            self._embedding_parts = Parts([len(self.embedding)], config.hidden_size, self._lay_out_embedding)
         tables = _RotaryTables(config.head_dim, max_positions, device)
         self.layers = [
             DecoderLayer(
-                config, layer, tables.get(layer.rope), backend, dtype=dtype, device=device, quantization=quantization
+                config,
+                self.shares,
+                layer,
+                tables.get(layer.rope),
+                backend,
+                dtype=dtype,
+                device=device,
+                quantization=quantization,
             )
             for layer in config.layers
         ]
@@ -149,28 +167,47 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [tokens] -> [tokens, hidden]."""
-        if isinstance(self.embedding, QuantizedWeight):
-            x = self.embedding.rows(token_ids)
-        else:
-            x = F.embedding(token_ids, self.embedding).to(self.dtype)
+        x = self._rows(token_ids) if self.group is None else self._shared_rows(token_ids, self.group)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
+    def _rows(self, token_ids: Tensor) -> Tensor:
+        if isinstance(self.embedding, QuantizedWeight):
+            return self.embedding.rows(token_ids)
+        return F.embedding(token_ids, self.embedding).to(self.dtype)
+
+    def _shared_rows(self, token_ids: Tensor, group: ParallelGroup) -> Tensor:
+        """Each row from the rank that holds it: what the others add is zero."""
+        held = self.shares.vocabulary
+        at = token_ids - held.start
+        elsewhere = (at < 0) | (at >= held.size)
+        x = self._rows(at.clamp(0, held.size - 1)).masked_fill_(elsewhere.unsqueeze(1), 0)
+        return group.all_reduce(x)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden] -> [rows, vocab], float32."""
+        """hidden: [rows, hidden] -> [rows, vocab], float32; only rank 0 gets them, others [0, vocab]."""
         if self.config.logit_scale != 1.0:
             hidden = hidden * self.config.logit_scale
-        logits = self.head(hidden).float()
+        logits = self.head(hidden)
+        if self.group is not None:
+            logits = self.group.gather(logits, self.config.vocab_size)
+        logits = logits.float()
         cap = self.config.logit_soft_cap
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def targets(self) -> dict[str, Target]:
         """Checkpoint name -> the parameter, or part of one, that it fills, for every parameter."""
         views: dict[str, Target] = {"model.norm.weight": self.norm.weight}
+        table: Target
         if self._embedding_parts is not None:
-            views["model.embed_tokens.weight"] = self._embedding_parts.targets[0]
+            table = self._embedding_parts.targets[0]
         else:
             assert isinstance(self.embedding, Tensor)
-            views["model.embed_tokens.weight"] = self.embedding
+            table = self.embedding
+        if self.group is not None:
+            rows = Slices(table.device)
+            rows.add(table, self.shares.vocabulary, Span.of(self.config.hidden_size))
+            table = rows
+        views["model.embed_tokens.weight"] = table
         if not self.config.tie_word_embeddings:
             views |= self.head.targets("")
         for i, layer in enumerate(self.layers):
