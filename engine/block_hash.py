@@ -35,6 +35,11 @@ def chain(data: bytes, block_size: int, parent: bytes) -> list[bytes]:
     step = 4 * block_size
     hashes = []
     for start in range(0, len(data) - step + 1, step):
-        parent = blake2b(parent + data[start : start + step], digest_size=DIGEST_BYTES).digest()
+        parent = child(parent, data[start : start + step])
         hashes.append(parent)
     return hashes
+
+
+def child(parent: bytes, block: bytes) -> bytes:
+    """The digest of one more block, of token ids that are little-endian int32 already."""
+    return blake2b(parent + block, digest_size=DIGEST_BYTES).digest()

@@ -7,12 +7,18 @@ from engine.step import NO_UPDATES, BlockCopies, BlockUpdates, Ints, RowParams, 
 
 
 class PlanBuilder:
-    """Collects the changes of rows and blocks since the last plan, and makes the next one."""
+    """Collects the changes of rows and blocks since the last plan, and makes the next one.
+
+    repeats: whether the last plan was one more decode of all the rows that the plan before it decoded.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._arange = np.arange(len(batch.num_tokens) + 1, dtype=np.int32)
-        self._updates: list[tuple[int, int, int]] = []  # (row, column, block)
+        self.repeats = False
+        # What a step of decodes has in common with the next one of the same rows: the very same arrays.
+        self._decodes: tuple[Ints, Ints, Ints] | None = None  # rows, query_start, sample
+        self._updates: tuple[list[int], list[int], list[int]] = ([], [], [])  # rows, columns, blocks
         self._new_rows: list[int] = []
         self._copies_out: list[tuple[list[int], list[int]]] = []
         self._copies_in: list[tuple[list[int], list[int]]] = []
@@ -23,12 +29,18 @@ class PlanBuilder:
 
     def add_block(self, row: int, column: int, block: int) -> None:
         """The row's request has got a block, its next; the batch's table has it from the next plan on."""
-        self._updates.append((row, column, block))
+        rows, columns, blocks = self._updates
+        rows.append(row)
+        columns.append(column)
+        blocks.append(block)
 
     def remove_row(self, row: int) -> None:
         """The row's request is gone, and another may get the row in this very step."""
-        if self._updates:
-            self._updates = [update for update in self._updates if update[0] != row]
+        rows = self._updates[0]
+        if row in rows:
+            keep = [i for i, other in enumerate(rows) if other != row]
+            rows, columns, blocks = ([values[i] for i in keep] for values in self._updates)
+            self._updates = (rows, columns, blocks)
 
     def copy_out(self, blocks: list[int], host_blocks: list[int]) -> None:
         """The next plan copies `blocks` to the host, before anything can write to them."""
@@ -39,13 +51,17 @@ class PlanBuilder:
         self._copies_in.append((blocks, host_blocks))
 
     def plan(self, rows: Ints, counts: Ints, in_flight: bool) -> StepPlan:
-        """`counts[i]` tokens for each row. in_flight: whether tokens of the rows may be PENDING."""
+        """`counts[i]` tokens for each row. in_flight: whether tokens of the rows may be PENDING.
+
+        Where the very array `rows` decoded in the last plan too, this one has that one's query_start and sample.
+        """
         batch, size = self._batch, self._batch.block_size
         start = batch.num_computed[rows]
         seq_lens = start + counts
         last_positions = batch.num_tokens[rows] - 1
-        if counts.sum() == len(rows):  # decodes alone
-            query_start = self._arange[: len(rows) + 1]
+        known = self._decodes
+        if counts.sum() == len(rows):  # one token each
+            query_start = self._arange[: len(rows) + 1] if known is None or known[0] is not rows else known[1]
             token_rows, positions = rows, start
         else:
             query_start = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -66,7 +82,12 @@ class PlanBuilder:
         complete = seq_lens > last_positions
         if batch.extras.num_users:
             complete &= ~batch.extras.scores_only[rows]
-        sample = np.flatnonzero(complete).astype(np.int32)
+        self.repeats = known is not None and known[1] is query_start and bool(complete.all())
+        if known is not None and self.repeats:
+            sample = known[2]
+        else:
+            sample = np.flatnonzero(complete).astype(np.int32)
+            self._decodes = (rows, query_start, sample) if token_rows is rows and len(sample) == len(rows) else None
         return StepPlan(
             rows=rows,
             query_start=query_start,
@@ -111,10 +132,10 @@ class PlanBuilder:
         )
 
     def _block_updates(self) -> BlockUpdates:
-        if not self._updates:
+        if not self._updates[0]:
             return NO_UPDATES
-        rows, columns, blocks = np.array(self._updates, dtype=np.int32).T.copy()
-        self._updates = []
+        rows, columns, blocks = (np.array(values, dtype=np.int32) for values in self._updates)
+        self._updates = ([], [], [])
         self._batch.block_table[rows, columns] = blocks
         self._batch.num_blocks[rows] = columns + 1  # columns of a row rise, and the last one counts
         return BlockUpdates(rows, columns, blocks)

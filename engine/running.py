@@ -3,6 +3,7 @@
 import numpy as np
 
 from engine.batch import Batch
+from engine.block_hash import child
 from engine.block_manager import BlockManager
 from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
@@ -73,14 +74,24 @@ class Running:
     def last_in_service(self) -> Request:
         return max(self.requests, key=lambda request: (request.rank, request.arrival))
 
-    def register(self, row: int, first: int, last: int) -> None:
-        """Make blocks `first` to `last` of a row findable, now that their KV is written."""
-        request = self._batch.requests[row]
-        assert request is not None
-        request.extend_hashes(self._batch.tokens[row], self._batch.block_size, last)
-        self._batch.num_hashes[row] = len(request.hashes)
-        for i in range(first, last):
-            self._blocks.register(request.blocks[i], request.hashes[i])
+    def register(self, rows: Ints, first: Ints, last: Ints) -> None:
+        """Make blocks `first` to `last` of each row findable, now that their KV is written."""
+        batch, size = self._batch, self._batch.block_size
+        # A decode completes one block: the ids of all of these in one go.
+        ends = rows.astype(np.int64) * batch.tokens.shape[1] + last * size
+        ids = batch.tokens.take(ends[:, None] + np.arange(-size, 0))  # [rows, size]
+        data, step, register = ids.astype("<i4", copy=False).tobytes(), 4 * size, self._blocks.register
+        for i, (row, begin, end) in enumerate(zip(rows.tolist(), first.tolist(), last.tolist(), strict=True)):
+            request = batch.requests[row]
+            assert request is not None
+            hashes = request.hashes
+            if 0 < len(hashes) == end - 1:
+                hashes.append(child(hashes[-1], data[i * step : (i + 1) * step]))
+            elif len(hashes) < end:
+                request.extend_hashes(batch.tokens[row], size, end)
+            for block in range(begin, end):
+                register(request.blocks[block], hashes[block])
+        batch.num_hashes[rows] = np.maximum(batch.num_hashes[rows], last)
 
     def being_computed(self, rows: Ints, start: Ints, end: Ints) -> set[bytes]:
         """Digests of the blocks that `rows` complete on their way from `start` to `end` tokens, as far as known."""

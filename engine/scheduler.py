@@ -199,10 +199,8 @@ class Scheduler:
         batch.num_settled[plan.rows] = plan.seq_lens
         if self.blocks.enable_prefix_caching:
             done = np.flatnonzero((first != last) & batch.alive[plan.rows])
-            for row, begin, end in zip(
-                plan.rows[done].tolist(), first[done].tolist(), last[done].tolist(), strict=True
-            ):
-                self._running.register(row, begin, end)
+            if len(done):
+                self._running.register(plan.rows[done], first[done], last[done])
         some_ended = bool(self._ending)  # while this step was in flight
         self._settle(plan)
 
@@ -363,7 +361,8 @@ class Scheduler:
     def _advance(self, plan: StepPlan, start: Ints) -> None:
         """Take the plan's effect for granted, so that the next one can be made. start: tokens computed before it."""
         batch = self.batch
-        computing = self._running.being_computed(plan.rows, start, plan.seq_lens)
+        # The digest of a block that ends in a token which the last step sampled is not known yet.
+        computing = set() if self._plans.repeats else self._running.being_computed(plan.rows, start, plan.seq_lens)
         batch.num_computed[plan.rows] = plan.seq_lens
         batch.in_flight[plan.rows] += 1
         rows, positions = plan.rows[plan.sample], plan.seq_lens[plan.sample]

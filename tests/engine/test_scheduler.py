@@ -224,3 +224,36 @@ def test_a_lost_runner_ends_the_engine_at_once() -> None:
     e.add_request("a", [1], params(3))
     with pytest.raises(EngineDeadError, match="device"):
         e.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_decodes_of_the_same_rows_share_their_arrays_and_no_others_do(overlap: bool) -> None:
+    runner = ScriptedRunner([5], eos_token_ids=(), max_num_batched_tokens=64)
+    e = Engine(runner, async_scheduling=overlap)
+    for i, length in enumerate((4, 7, 9)):
+        e.add_request(str(i), tokens(length, i), params(40))
+    for _ in range(12):
+        e.step()
+    decodes = runner.plans[1:]
+    assert all(plan.query_start is decodes[0].query_start and plan.sample is decodes[0].sample for plan in decodes)
+    e.add_request("more", tokens(5, 3), params(40))
+    for _ in range(3):
+        e.step()
+    assert [np.diff(plan.query_start).tolist() for plan in runner.plans[-2:]] == [[1] * 4] * 2
+    assert runner.plans[-1].sample.tolist() == [0, 1, 2, 3]
+    assert runner.plans[-1].query_start is runner.plans[-2].query_start
+    e.abort("1")
+    for _ in range(3):
+        e.step()
+    assert [plan.sample.tolist() for plan in runner.plans[-2:]] == [[0, 1, 2]] * 2
+
+
+def test_blocks_that_several_decodes_complete_in_one_step_are_found_by_their_own_tokens() -> None:
+    runner = ScriptedRunner([5, 6, 7, 8, 9], eos_token_ids=(), max_num_batched_tokens=64)
+    e = engine(runner)
+    for i in range(3):
+        e.add_request(str(i), tokens(6, i), params(5))
+    drain(e)
+    for i in range(3):
+        e.add_request(f"again {i}", [*tokens(6, i), 5, 6, 7], params(1))
+        assert e.step().finished[0].num_cached_tokens == 8
