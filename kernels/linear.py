@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import cpu_ops
+from kernels import cpu_ops, huge_pages
 from kernels.quantized_weight import PANEL, QuantizedWeight, exact_codes
 
 _SLICE = 16 * PANEL
@@ -48,11 +48,11 @@ def pack_weight(*parts: Tensor) -> PackedWeight:
     assert cpu_ops.load()
     n, k = sum(map(len, parts)), parts[0].shape[1]
     if k % 2 == 0 and all(_fits_bfloat16(part) for part in parts):
-        data = torch.empty(-(-n // PANEL), k // 2, PANEL, 2, dtype=torch.bfloat16)
+        data = huge_pages.empty((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16)
     elif codes := exact_codes(*parts):
         return PackedWeight(codes, n, k)
     else:
-        data = torch.empty(-(-n // PANEL), k, PANEL)
+        data = huge_pages.empty((-(-n // PANEL), k, PANEL), torch.float32)
     row = 0
     for part in parts:
         for rows in part.split(_SLICE):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import cpu_ops
+from kernels import cpu_ops, huge_pages
 
 PANEL = 48
 """Output columns of a panel; `kPanel` in the C++ kernels."""
@@ -175,9 +175,10 @@ def _rows_of(parts: Sequence[Tensor], first: int, end: int) -> Tensor:
 def _empty(parts: Sequence[Tensor], gated: bool, offset: bool) -> QuantizedWeight:
     n, k, copies = sum(map(len, parts)), parts[0].shape[1], 1 + gated
     panels, groups = copies * -(-n // copies // PANEL), -(-k // GROUP)
-    scale = torch.empty(panels, groups, PANEL, dtype=torch.float16)
-    data = torch.empty(panels, groups * GROUP // (8 if offset else 4), PANEL, 4, dtype=torch.uint8)
-    return QuantizedWeight(data, scale, torch.empty_like(scale) if offset else None, n, k, gated)
+    data = huge_pages.empty((panels, groups * GROUP // (8 if offset else 4), PANEL, 4), torch.uint8)
+    scale = huge_pages.empty((panels, groups, PANEL), torch.float16)
+    start = huge_pages.empty((panels, groups, PANEL), torch.float16) if offset else None
+    return QuantizedWeight(data, scale, start, n, k, gated)
 
 
 def _fill(weight: QuantizedWeight, parts: Sequence[Tensor], make: Callable[[Tensor], _Codes | None]) -> bool:
