@@ -1,10 +1,6 @@
 """This project's application and its peers' servers as processes on this machine."""
 
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +9,7 @@ from benchmarks import peer_setup
 from benchmarks.http_client import wait_until_served
 from benchmarks.peer_engines import nanoserve_settings, worker_environment
 from engine.hub import resolve_model
+from tests.live_server import server_process
 
 PORTS = {"nanoserve": 8000, "vllm": 8001, "llamacpp": 8002}
 KNOWN_SERVERS = tuple(PORTS)
@@ -41,37 +38,9 @@ def command(name: str, precision: str, model: str, threads: int) -> list[str]:
 @contextmanager
 def serving(name: str, words: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Run a server by its command line; gives its port and its model's name, and ends it afterwards."""
-    root = Path(__file__).parents[1]
-    environment = worker_environment(name) | {"RAY_USAGE_STATS_ENABLED": "0"}
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            words, stdout=log, stderr=log, cwd=root, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
-        )
-
-        def said() -> str:
-            log.seek(0)
-            return log.read()[-4000:]
-
-        def check() -> None:
-            if process.poll() is not None:
-                raise RuntimeError(f"{name} ended with {process.returncode}:\n{said()}")
-
+    with server_process(words, worker_environment(name) | {"RAY_USAGE_STATS_ENABLED": "0"}) as server:
         try:
-            try:
-                model = wait_until_served(PORTS[name], START_S, check)
-            except TimeoutError as error:
-                raise TimeoutError(f"{name}: {error}. It said:\n{said()}") from None
-            yield PORTS[name], model
-        finally:
-            stop(process)
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    """As Ctrl-C does, and by force if that does not help."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            model = wait_until_served(PORTS[name], START_S, server.check)
+        except TimeoutError as error:
+            raise TimeoutError(f"{name}: {error}. It said:\n{server.said()}") from None
+        yield PORTS[name], model

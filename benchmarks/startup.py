@@ -24,8 +24,9 @@ from typing import Any
 from benchmarks import report
 from benchmarks.http_client import stream, wait_until_served
 from benchmarks.peer_engines import nanoserve_settings, worker_environment
-from benchmarks.servers import PORTS, START_S, command, stop
+from benchmarks.servers import PORTS, START_S, command
 from engine.config import DEFAULT_MODEL
+from tests.live_server import stop
 
 PROMPT = list(range(5, 21))
 

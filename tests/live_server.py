@@ -1,8 +1,18 @@
-"""What all that starts a server on this machine needs: a port, and a look at what the server holds."""
+"""What all that starts a server on this machine needs: a port, its process, and a look at what the server holds."""
 
 import contextlib
+import os
 import secrets
+import signal
 import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+REPOSITORY = Path(__file__).parents[1]
+STOP_LIMIT_S = 60
 
 HELD = (
     "vllm:num_requests_running",
@@ -33,3 +43,54 @@ def held_of(metrics: str) -> dict[str, float]:
     """What is under way, by `HELD`; empty if nothing is."""
     values = values_of(metrics)
     return {name: values[name] for name in HELD if values[name]}
+
+
+class ServerProcess:
+    """A server that was started as a person would, and what it has said."""
+
+    def __init__(self, process: "subprocess.Popen[Any]", log: IO[bytes]) -> None:
+        self.process = process
+        self._log = log
+
+    def said(self) -> str:
+        """The end of it."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-4000:]
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if it has ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.said()}")
+
+
+@contextlib.contextmanager
+def server_process(words: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Start a server by its command line, in the repository; stopped as by Ctrl-C, and by force if that is not enough.
+
+    environment: all of it; by default this process's, without Ray's statistics.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            words,
+            cwd=REPOSITORY,
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"} if environment is None else environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield ServerProcess(process, log)
+        finally:
+            stop(process)
+
+
+def stop(process: "subprocess.Popen[Any]") -> None:
+    """As Ctrl-C does, and its whole group by force if that does not help."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

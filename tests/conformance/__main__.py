@@ -22,7 +22,8 @@ from tests.conformance import (
     tool_fixtures,
 )
 from tests.conformance.report import Outcome, SuiteResult, table
-from tests.conformance.server import REPOSITORY, Running, serve
+from tests.conformance.server import Running, serve
+from tests.live_server import REPOSITORY
 
 SUITES: dict[str, Callable[[Running], SuiteResult]] = {
     "python": openai_clients.run_python,

@@ -1,10 +1,7 @@
 """The application as a person starts it, on a port of its own, and stopped cleanly."""
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,11 +13,9 @@ from typing import Any
 
 import httpx
 
-from tests.live_server import HELD, free_port, values_of
+from tests.live_server import HELD, ServerProcess, free_port, server_process, values_of
 
-REPOSITORY = Path(__file__).parents[2]
 START_LIMIT_S = 180
-STOP_LIMIT_S = 60
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "float32", "max_model_len": 2048}
 """float32, whatever the default is, since scores are compared with another implementation's."""
@@ -70,30 +65,19 @@ def serve(**settings: Any) -> Iterator[Running]:
         ],
     }
     with tempfile.TemporaryDirectory(prefix="nanoserve-conformance-") as folder:
-        file, log = Path(folder, "serve.yaml"), Path(folder, "log")
+        file = Path(folder, "serve.yaml")
         file.write_text(json.dumps(config))  # JSON is YAML
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(file)],
-                cwd=REPOSITORY,
-                env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
+        words = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(file)]
+        with server_process(words) as server:
             url = f"http://127.0.0.1:{port}"
-            model = _wait_until_up(url, process, log)
-            yield Running(url, model, process.pid)
-        finally:
-            _stop(process)
+            yield Running(url, _wait_until_up(url, server), server.process.pid)
 
 
-def _wait_until_up(url: str, process: "subprocess.Popen[bytes]", log: Path) -> str:
+def _wait_until_up(url: str, server: ServerProcess) -> str:
     """The served model's name."""
     deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline:
+        server.check()
         try:
             response = httpx.get(f"{url}/v1/models", timeout=5)
             if response.status_code == 200:
@@ -102,18 +86,7 @@ def _wait_until_up(url: str, process: "subprocess.Popen[bytes]", log: Path) -> s
         except httpx.HTTPError:
             pass
         time.sleep(0.5)
-    raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """As Ctrl-C does; by force only if that does not help."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    raise RuntimeError(f"the server did not start:\n{server.said()}")
 
 
 def _descendants(root: int) -> list[int]:

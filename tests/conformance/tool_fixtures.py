@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tests.conformance.environments import INSIDE, installed_version, python_environment, run_inside
 from tests.conformance.report import Outcome, SuiteResult
-from tests.conformance.server import REPOSITORY, Running
+from tests.conformance.server import Running
+from tests.live_server import REPOSITORY
 
 PACKAGES = ["canitoolcall==0.1.1"]
 LIMIT_S = 120
