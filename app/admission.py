@@ -9,7 +9,7 @@ it gives way to those that have less. Standard library only.
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,11 +35,12 @@ class QueueFullError(Exception):
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What one engine replica is sent at once. batch_requests: with so many there it is idle enough for the batch
-    class."""
+    class. spare: beyond that, for tenants that hold fewer and fewer than others, whose places the engine makes free."""
 
     requests: int
     tokens: float = math.inf
     batch_requests: int | None = None
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class Admission:
         self._clock = clock
         self._replicas = replicas
         self._held: dict[Ticket, None] = {}  # in the order of their grants
+        self._held_by: Counter[str] = Counter()  # by tenant
         self._held_tokens = 0
         self._ordinary: FairQueue[Ticket] = FairQueue()
         self._batch: FairQueue[Ticket] = FairQueue()
@@ -162,7 +164,7 @@ class Admission:
     def _release(self, ticket: Ticket) -> None:
         if ticket in self._held:
             del self._held[ticket]
-            self._held_tokens -= ticket.claim.tokens
+            self._count(ticket.claim, -1)
             self._released_at.append(self._clock())
             self._grant_next()
         else:
@@ -176,12 +178,26 @@ class Admission:
             self._waiting_tokens -= ticket.claim.tokens
 
     def _grant_next(self) -> None:
-        while (ticket := self._ordinary.peek() or self._batch.peek()) is not None and self._has_room(ticket.claim):
-            self._lane(ticket.claim).pop()
+        while (ticket := self._next_to_grant()) is not None:
+            self._lane(ticket.claim).pop(ticket.claim.tenant)
             self._waiting_tokens -= ticket.claim.tokens
             self._held[ticket] = None
-            self._held_tokens += ticket.claim.tokens
+            self._count(ticket.claim, 1)
             ticket._grant(self._clock())
+
+    def _next_to_grant(self) -> Ticket | None:
+        """The first in the queue if there is room for it; else one for which there are spare places."""
+        ticket = self._ordinary.peek() or self._batch.peek()
+        if ticket is None or self._has_room(ticket.claim):
+            return ticket
+        tenant = min(self._ordinary.tenants, key=self._held_by.__getitem__, default=None)
+        return None if tenant is None or not self._has_spare_room(tenant) else self._ordinary.peek(tenant)
+
+    def _count(self, claim: Claim, sign: int) -> None:
+        self._held_tokens += sign * claim.tokens
+        self._held_by[claim.tenant] += sign
+        if not self._held_by[claim.tenant]:
+            del self._held_by[claim.tenant]
 
     def _has_room(self, claim: Claim) -> bool:
         if not self._held:
@@ -192,6 +208,15 @@ class Admission:
         return (
             len(self._held) < requests * self._replicas
             and self._held_tokens + claim.tokens <= self._budget.tokens * self._replicas
+        )
+
+    def _has_spare_room(self, tenant: str) -> bool:
+        """Whether a tenant has so little of what is outstanding that it may have more than there is room for."""
+        spare, mine = self._budget.spare * self._replicas, self._held_by[tenant]
+        return (
+            mine < spare
+            and len(self._held) < self.capacity + spare
+            and max(self._held_by.values(), default=0) > mine + 1
         )
 
     def _is_full(self, claim: Claim) -> bool:

@@ -13,7 +13,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, HTTPOptions, 
 from ray.serve.schema import LoggingConfig
 
 from app.autoscaling import EnginePolicy
-from app.ingress import OVERCOMMIT, IngressDeployment
+from app.ingress import OVERCOMMIT, SPARE, IngressDeployment
 from app.replica import EngineDeployment
 from app.router import AffinityRouter
 from app.settings import AppSettings, is_path
@@ -59,7 +59,9 @@ def build_application(
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter, request_routing_stats_period_s=ROUTING_STATS_S
         ),
-        max_ongoing_requests=math.ceil(OVERCOMMIT * max_num_seqs) + _CONTROL_CALLS,
+        # What all ingresses send: Serve would hold the rest back in no fair order.
+        max_ongoing_requests=settings.num_ingress_replicas * math.ceil((OVERCOMMIT + SPARE) * max_num_seqs)
+        + _CONTROL_CALLS,
         # Shares of a core, so that everything finds a place on one; the engine sets its threads itself.
         ray_actor_options={"num_cpus": 0.5, "num_gpus": num_gpus},
         health_check_period_s=2,

@@ -31,6 +31,9 @@ OVERCOMMIT = 1.25
 """Requests sent to the engine over those it runs at once: enough that one that ends is followed at once, and few
 enough that the rest can still go to a replica that starts now."""
 
+SPARE = 0.25
+"""Of the requests that the engine runs at once: what it is sent beyond those, of tenants that have less than others."""
+
 
 async def create_service(settings: AppSettings, client: EngineClient) -> Service:
     """Load the tokenizer and ask the engine what it can do; waits until the engine is up."""
@@ -57,6 +60,7 @@ def admission(settings: AppSettings, limits: EngineLimits) -> Admission:
         requests=math.ceil(OVERCOMMIT * limits.max_num_seqs),
         tokens=OVERCOMMIT * limits.kv_tokens,
         batch_requests=limits.max_num_seqs,
+        spare=math.ceil(SPARE * limits.max_num_seqs),
     )
     replicas = settings.num_replicas if settings.max_replicas is None else max(1, settings.min_replicas)
     return Admission(budget, settings.max_queue_size, replicas)

@@ -75,12 +75,9 @@ class Admission:
             self._waiting.put_back(entry)
         return new_rows, new_counts
 
-    def is_held_up(self, budget: int) -> bool:
-        """Whether a request waits that would run if one of the batch class did not."""
-        request = self._waiting.first_ordinary()
-        if request is None:
-            return False
-        if budget <= 0 or not self._batch.num_free_rows:
+    def lacks_room(self, request: Request) -> bool:
+        """Whether a request waits for a row or for blocks."""
+        if not self._batch.num_free_rows:
             return True
         hits = [] if request.prompt_logprobs is not None else self._blocks.lookup(request.hashes)
         return not self._fits(len(request.token_ids), hits)

@@ -9,7 +9,7 @@ Standard library only; every operation takes O(log n).
 """
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Generic, TypeVar
 
 PRIORITY_S = 60.0
@@ -53,6 +53,7 @@ class FairQueue(Generic[T]):
         self._least: list[tuple[float, str]] = []  # a heap of (counter, name); true for a tenant that waits with it
         self._floor = 0.0  # counter of the tenant that was served last
         self._pushed = 0
+        self._waiting: dict[str, None] = {}  # tenants with entries that wait
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,33 +75,33 @@ class FairQueue(Generic[T]):
         entry.tenant.counter -= entry.cost
         self._push(entry.item, entry.tenant.name, entry.order, entry.cost, lift=False)
 
-    def pop(self) -> T | None:
-        """The next item, its cost charged to its tenant; None when nothing waits."""
-        entry = self.pop_entry()
+    def pop(self, tenant: str | None = None) -> T | None:
+        """The next item, its cost charged to its tenant; None when nothing waits. tenant: of this one alone."""
+        entry = self.pop_entry(tenant)
         return None if entry is None else entry.item
 
-    def pop_entry(self) -> "Entry[T] | None":
+    def pop_entry(self, tenant: str | None = None) -> "Entry[T] | None":
         """As `pop`, with what `put_back` needs."""
-        tenant = self._next_tenant()
-        if tenant is None:
+        found = self._next_tenant(tenant)
+        if found is None:
             return None
         while True:
-            _, entry = heapq.heappop(tenant.entries)
+            _, entry = heapq.heappop(found.entries)
             if entry.waits:
                 break
         self._leave(entry)
-        self.charge(tenant.name, entry.cost)
-        self._floor = max(self._floor, tenant.counter)
+        self.charge(found.name, entry.cost)
+        self._floor = max(self._floor, found.counter)
         return entry
 
-    def peek(self) -> T | None:
+    def peek(self, tenant: str | None = None) -> T | None:
         """What `pop` would give."""
-        tenant = self._next_tenant()
-        if tenant is None:
+        found = self._next_tenant(tenant)
+        if found is None:
             return None
-        while not tenant.entries[0][1].waits:
-            heapq.heappop(tenant.entries)
-        return tenant.entries[0][1].item
+        while not found.entries[0][1].waits:
+            heapq.heappop(found.entries)
+        return found.entries[0][1].item
 
     def remove(self, item: T) -> bool:
         """Take an item out, uncharged; False if it does not wait."""
@@ -122,15 +123,18 @@ class FairQueue(Generic[T]):
             if state.num_waiting:
                 heapq.heappush(self._least, (state.counter, tenant))
 
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those with something in the queue."""
+        return self._waiting
+
     def num_waiting(self, tenant: str) -> int:
         state = self._tenants.get(tenant)
         return 0 if state is None else state.num_waiting
 
     def longest(self) -> str | None:
         """The tenant with the most entries; None when nothing waits. O(tenants)."""
-        tenants = (tenant for tenant in self._tenants.values() if tenant.num_waiting)
-        longest = max(tenants, key=lambda tenant: tenant.num_waiting, default=None)
-        return None if longest is None else longest.name
+        return max(self._waiting, key=self.num_waiting, default=None)
 
     def last_of(self, tenant: str) -> T | None:
         """The entry of a tenant that would be served last. O(its entries)."""
@@ -154,6 +158,7 @@ class FairQueue(Generic[T]):
         self._entries[item] = entry
         heapq.heappush(tenant.entries, (order, entry))
         tenant.num_waiting += 1
+        self._waiting[name] = None
         if tenant.num_waiting == 1 or not lift:
             heapq.heappush(self._least, (tenant.counter, name))
 
@@ -161,8 +166,12 @@ class FairQueue(Generic[T]):
         del self._entries[entry.item]
         entry.waits = False
         entry.tenant.num_waiting -= 1
+        if not entry.tenant.num_waiting:
+            del self._waiting[entry.tenant.name]
 
-    def _next_tenant(self) -> "_Tenant[T] | None":
+    def _next_tenant(self, name: str | None = None) -> "_Tenant[T] | None":
+        if name is not None:
+            return self._tenants[name] if name in self._waiting else None
         while self._least:
             counter, name = self._least[0]
             tenant = self._tenants.get(name)

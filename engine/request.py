@@ -37,6 +37,7 @@ class Request:
     has_extras: whether it needs anything of `ExtraRows`.
     hashes: digests of its full blocks as far as they have been computed.
     blocks: the KV blocks it holds, in order.
+    num_charged: while it runs, how many of its tokens its tenant has been charged for.
     host_blocks: while it waits, host blocks that hold the KV of its first num_on_host tokens; else none.
     """
 
@@ -52,6 +53,7 @@ class Request:
         "matcher",
         "needs_last_token",
         "num_cached_tokens",
+        "num_charged",
         "num_on_host",
         "num_prompt",
         "params",
@@ -106,6 +108,7 @@ class Request:
         self.host_blocks: list[int] = []
         self.num_on_host = 0
         self.num_cached_tokens: int | None = None
+        self.num_charged = 0
         self.hashes = list(hashes or ())
         self.bad_sequences = BadSequences(params.bad_words_token_ids)
         self.matcher = matcher

@@ -12,7 +12,7 @@ from engine.step import Ints
 
 class Running:
     """requests: in order of admission. order: their rows; None when the list has changed since `rows` was called.
-    num_batch: how many of them are of the batch class.
+    num_batch: how many of them are of the batch class. by_tenant: how many of each tenant, where that is not 0.
 
     What changes goes into `plans`, for the next plan to carry.
     """
@@ -21,6 +21,7 @@ class Running:
         self.requests: list[Request] = []
         self.order: Ints | None = None
         self.num_batch = 0
+        self.by_tenant: dict[str, int] = {}
         self._batch = batch
         self._blocks = blocks
         self._plans = plans
@@ -36,12 +37,14 @@ class Running:
     def start(self, request: Request, hits: list[int], num_reused: int, num_computed: int) -> None:
         """Give a request a row, with the blocks `hits` of the prefix cache."""
         request.status = Status.RUNNING
+        request.num_charged = len(request.token_ids)
         self._plans.add_row(self._batch.add(request, num_reused, num_computed))
         self._blocks.take(hits)
         for block in hits:
             self._hold(request, block)
         self.requests.append(request)
         self.num_batch += request.is_batch
+        self.by_tenant[request.tenant] = self.by_tenant.get(request.tenant, 0) + 1
         self.order = None
 
     def fill(self, request: Request, num_blocks: int) -> bool:
@@ -61,6 +64,9 @@ class Running:
         """It computes nothing more, but keeps its row and blocks until `release`: a step in flight may name them."""
         self.requests.remove(request)
         self.num_batch -= request.is_batch
+        self.by_tenant[request.tenant] -= 1
+        if not self.by_tenant[request.tenant]:
+            del self.by_tenant[request.tenant]
         self.order = None
         self._batch.alive[request.row] = False
 
@@ -71,8 +77,18 @@ class Running:
         self._blocks.release(request.blocks)
         request.blocks = []
 
-    def last_in_service(self) -> Request:
-        return max(self.requests, key=lambda request: (request.rank, request.arrival))
+    def last_in_service(self, tenant: str | None = None) -> Request:
+        """tenant: only of its requests, of which there must be one."""
+        requests = self.requests if tenant is None else [r for r in self.requests if r.tenant == tenant]
+        return max(requests, key=lambda request: (request.rank, request.arrival))
+
+    def tenant_above(self, tenant: str) -> str | None:
+        """The tenant with most running requests, if it has so many more than `tenant` that one more for the other and
+        one less for it is fairer."""
+        if not self.by_tenant:
+            return None
+        most = max(self.by_tenant, key=self.by_tenant.__getitem__)
+        return most if self.by_tenant[most] > self.by_tenant.get(tenant, 0) + 1 else None
 
     def register(self, rows: Ints, first: Ints, last: Ints) -> None:
         """Make blocks `first` to `last` of each row findable, now that their KV is written."""

@@ -5,7 +5,7 @@ of the difference, under one budget. Running requests come first, those that nee
 need more (prompts, in chunks); then waiting requests are admitted while blocks, rows and budget last. When blocks run
 out, the request that is last in the order of service is preempted: it gives all its blocks back and waits, and what it
 had is found again in the prefix cache or recomputed. A request of the batch class gives its place up for any other
-that waits.
+that waits, and one of a tenant that has most places for one of a tenant that has fewer by two or more.
 
 A step may be planned while others are in flight (planned, not committed): a sampled token that is not known yet is
 planned for as PENDING. What ended meanwhile keeps its row and blocks until the last step that names it is settled.
@@ -166,10 +166,10 @@ class Scheduler:
             rows, counts = rows[batch.alive[rows]], counts[batch.alive[rows]]
         # What was just preempted would only come back to be preempted again.
         elif self.waiting:
-            if self._running.num_batch and self.admission.is_held_up(budget):
+            if (request := self._who_gives_way(budget)) is not None:
                 if self._in_flight:
                     return None
-                self._preempt()
+                self._preempt(request)
                 alive = batch.alive[rows]
                 rows, computed, counts = rows[alive], computed[alive], counts[alive]
                 budget = self.budget - int(counts.sum())
@@ -325,18 +325,42 @@ class Scheduler:
             while request.status is Status.RUNNING and not self._running.fill(request, num_blocks):
                 if self._in_flight:
                     return False
-                self._preempt()
+                self._preempt(self._running.last_in_service())
         return True
 
-    def _preempt(self) -> None:
-        request = self._running.last_in_service()
+    def _who_gives_way(self, budget: int) -> Request | None:
+        """A running request whose place the first in the queue should have."""
+        first, running = self.waiting.first_ordinary(), self._running
+        if first is None:
+            return None
+        if running.num_batch and (budget <= 0 or self.admission.lacks_room(first)):
+            return running.last_in_service()
+        alone = self.waiting.num_tenants == 1 and running.by_tenant.keys() == {first.tenant}
+        if alone or not self.admission.lacks_room(first):
+            return None
+        for request in running.requests:  # by what they have had until now, another may be the first
+            self._charge(request)
+        first = self.waiting.first_ordinary()
+        assert first is not None
+        tenant = running.tenant_above(first.tenant)
+        if tenant is None or not self.admission.lacks_room(first):
+            return None
+        return running.last_in_service(tenant)
+
+    def _charge(self, request: Request) -> None:
+        """Count what a running request has been given to its tenant."""
+        num_known = int(self.batch.num_known[request.row])
+        self.waiting.charge_output(request, num_known - request.num_charged)
+        request.num_charged = num_known
+
+    def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         if self.swap is not None:
             self.swap.copy_out(request)  # no step is in flight, so all that it has computed is there
         self._start_again(request)
 
     def _stop(self, request: Request) -> None:
-        self.waiting.charge_output(request, int(self.batch.num_known[request.row]) - len(request.token_ids))
+        self._charge(request)
         self._running.stop(request)
 
     def _start_again(self, request: Request) -> None:

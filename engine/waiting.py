@@ -73,6 +73,11 @@ class WaitingQueue:
         """The next to be served that is not of the batch class."""
         return self._ordinary.peek()
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants with requests here that are not of the batch class."""
+        return len(self._ordinary.tenants)
+
     def charge_output(self, request: Request, num_tokens: int) -> None:
         """Count what a request has been given since it was admitted."""
         self._lane(request).charge(request.tenant, OUTPUT_WEIGHT * num_tokens)

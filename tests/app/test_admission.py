@@ -241,3 +241,31 @@ async def test_priority_counts_among_a_tenants_own() -> None:
     (urgent,) = admission.reserve([Claim(tenant="a", priority=-1)])
     running.release()
     assert (normal.granted_at is None, urgent.granted_at is None) == (True, False)
+
+
+async def test_a_tenant_whose_places_are_all_taken_by_another_is_sent_on_nevertheless() -> None:
+    """The engine makes places free for it."""
+    admission = Admission(Budget(requests=20, tokens=80, spare=2), max_waiting=100)
+    flood = admission.reserve([Claim(tokens=10, tenant="a")] * 30)
+    assert granted(flood) == 8
+    others = [admission.reserve([Claim(tokens=10, tenant="b")])[0] for _ in range(4)]
+    assert granted(others) == 2, "the spare places, though the others hold all tokens"
+    batch = admission.reserve([Claim(tenant="c", is_batch=True)])
+    third = admission.reserve([Claim(tenant="c")])
+    assert (granted(batch), granted(third)) == (0, 1), "to each of those who have few, and to no batch"
+    for ticket in [*flood, *others]:
+        ticket.release()
+    assert granted([*batch, *third]) == 2
+    assert admission._held_by == {"c": 2}
+
+
+async def test_spare_places_are_not_for_one_that_holds_as_much_as_the_others() -> None:
+    admission = Admission(Budget(requests=2, spare=2), max_waiting=100)
+    for tenant in "ab":
+        assert granted(admission.reserve([Claim(tenant=tenant)])) == 1
+    assert granted(admission.reserve([Claim(tenant="a"), Claim(tenant="a")])) == 0
+    assert granted(admission.reserve([Claim(tenant="c")])) == 0, "one place each: nobody has one too many"
+
+
+def granted(tickets: list[Ticket]) -> int:
+    return sum(ticket.granted_at is not None for ticket in tickets)

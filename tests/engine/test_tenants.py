@@ -32,6 +32,50 @@ def test_a_flood_of_one_tenant_holds_up_no_other() -> None:
     assert len(ends) == 20, "with one that ended before"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("short_of", ["rows", "blocks"])
+def test_long_outputs_of_one_tenant_give_half_of_the_places_to_another(asynchronous: bool, short_of: str) -> None:
+    room = {"max_num_seqs": 4} if short_of == "rows" else {"num_blocks": 40, "block_size": 4}
+    engine = Engine(ScriptedRunner([5, 6, 7], eos_token_ids=(), **room), async_scheduling=asynchronous)
+    for i in range(8):
+        engine.add_request(f"long {i}", [1, 2, i, *[4] * 20], params(12), tenant="a")
+    tokens: dict[str, int] = {}
+    ends: list[str] = []
+
+    def step() -> None:
+        output = engine.step()
+        for name in output.request_ids:
+            tokens[name] = tokens.get(name, 0) + 1
+        ends.extend(finished.request_id for finished in output.finished)
+
+    for _ in range(5):
+        step()
+    running = engine.stats().num_running
+    for i in range(8):
+        engine.add_request(f"other {i}", [9, i, *[4] * 20], params(12), tenant="b")
+    for _ in range(10):
+        step()
+    begun = [name for name in tokens if name.startswith("other")]
+    assert len(begun) >= running // 2 > 0
+    assert engine.stats().preemptions == running // 2, "and no place goes back and forth"
+    while engine.has_work():
+        step()
+    assert tokens == dict.fromkeys(tokens, 12)
+    assert len(tokens) == len(ends) == 16
+    assert engine.stats().live_blocks == 0
+
+
+def test_a_place_is_not_taken_for_one_that_would_leave_the_other_with_less() -> None:
+    engine = Engine(ScriptedRunner([5], eos_token_ids=(), max_num_seqs=2))
+    for tenant in ("a", "b"):
+        engine.add_request(tenant, [1, 2], params(20), tenant=tenant)
+    engine.step()
+    for tenant in ("a", "b", "c"):
+        engine.add_request(f"{tenant} again", [3, 4], params(4), tenant=tenant)
+    order_of_ends(engine)
+    assert engine.stats().preemptions == 0
+
+
 def test_statistics_tell_what_waits() -> None:
     engine = Engine(ScriptedRunner([5], eos_token_ids=(), max_num_seqs=1))
     for i in range(3):
