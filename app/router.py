@@ -2,16 +2,17 @@
 
 `Affinity` weighs, in KV blocks, what a replica would have to compute of the prompt against what waits there. What is
 cached where is known from what was sent where, by the digests of the prompt's blocks, which are the engine's own;
-nothing is asked of anybody for a request. Where nothing is known yet, rendezvous hashing (Thaler and Ravishankar,
-1998) on the beginning of the prompt, or on the session, lets ingress replicas agree without talking. Serve's own
-numbers tell how busy a replica is: each answer carries the length of its queue, and the replicas report the state of
-their caches (`app.signals`).
+nothing is asked of anybody for a request. Rendezvous hashing (Thaler and Ravishankar, 1998) on the beginning of the
+prompt, or on the session, puts the replicas in an order that all ingress replicas have without talking: the first of
+it is the prompt's home, and when that has too much, the next one is where they all go on. A beginning that many
+prompts have gets more homes. Serve's own numbers tell how busy a replica is: each answer carries the length of its
+queue, and the replicas report the state of their caches (`app.signals`).
 
 Serve sends this module to each caller by value: nothing of ours is imported but inside a function.
 """
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -28,7 +29,17 @@ MAX_BLOCKS_LOOKED_AT = 2048
 """Of a prompt; what comes after them goes where they are."""
 
 HOME_BLOCK = 3
-"""The block, from 0, whose digest says where an unknown prompt is at home: deep enough to tell system prompts apart."""
+"""The block, from 0, whose digest stands for a prompt's beginning: deep enough to tell system prompts apart."""
+
+LOOK_BACK = 256
+"""Requests by which it is told how many begin alike."""
+
+HOMES = 1.5
+"""Homes of a beginning that so many requests have as one replica would get of all, if they were spread evenly."""
+
+MUCH = 1.5
+MANY = 2
+"""Requests of a replica over the mean, times the first and the second more, that are too many for a further one."""
 
 FULL_KV = 0.05
 """Share of free KV below which a replica would have to preempt for another request."""
@@ -52,26 +63,44 @@ class Affinity:
         self._known: dict[str, OrderedDict[bytes, None]] = {}  # of each replica, least recently used first
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._mean_blocks = 8.0
+        self._recent: deque[bytes] = deque()  # beginnings of the last prompts
+        self._counts: Counter[bytes] = Counter()  # of each beginning among them
 
     def rank(
         self, hashes: Sequence[bytes], session: str | None, replicas: Mapping[str, Busy]
     ) -> tuple[list[str], dict[str, int]]:
         """Replicas, best first, and how many leading blocks of the prompt each is thought to have."""
         found = self.found(hashes, replicas)
-        known = any(found.values())
-        home = None if known and session is None else self._home(hashes, session, replicas)
-        costs = {name: self._cost(len(hashes), found[name], name == home, busy) for name, busy in replicas.items()}
-        ranked = sorted(replicas, key=lambda name: (costs[name], random.random()))
-        if ranked:
-            least = min(ranked, key=lambda name: replicas[name].requests)
-            if _is_left_out(replicas[least], replicas[ranked[0]]):
-                ranked.remove(least)
-                ranked.insert(0, least)
-        return ranked, found
+        if not replicas:
+            return [], found
+        order = self._order(hashes, session, replicas)
+        num_homes = self._num_homes(hashes, session, len(replicas))
+        places = {name: place for place, name in enumerate(order)}
+        most = max(found.values())
+        too_many = MUCH * sum(busy.requests for busy in replicas.values()) / len(replicas) + MANY
+
+        def cost(name: str) -> tuple[bool, float, float]:
+            """Blocks to compute, and those that others have to be computed or decoded first."""
+            busy, place, usual = replicas[name], places.get(name), self._mean_blocks
+            missing = float(len(hashes) - found[name])
+            if place is not None and place < num_homes:
+                if session is not None:
+                    missing = -0.5 * usual
+                elif not found[name]:
+                    # Others will have sent its like here: if not by load, they all send it to the same one.
+                    missing = len(hashes) - most + 0.1 * usual if most else 0.0
+            elif place is not None and not found[name]:
+                missing += 0.25 * place * usual
+            full = usual + len(hashes) if busy.kv_free < FULL_KV else 0.0
+            return busy.requests >= too_many, missing + full + self._queue(busy), random.random()
+
+        return sorted(replicas, key=cost), found
 
     def learn(self, hashes: Sequence[bytes], session: str | None, replica: str, busy: Busy) -> None:
         """A request was sent to `replica`: its prompt will be in the cache there, and what is used least no more."""
         self._mean_blocks += 0.05 * (max(1, len(hashes)) - self._mean_blocks)
+        if hashes:
+            self._count(_beginning(hashes))
         known = self._known.setdefault(replica, OrderedDict())
         # As the engine does: the end of a chain is forgotten before its beginning.
         for digest in reversed(hashes[:MAX_BLOCKS_LOOKED_AT]):
@@ -103,26 +132,36 @@ class Affinity:
                 high = middle
         return low
 
-    def _home(self, hashes: Sequence[bytes], session: str | None, replicas: Collection[str]) -> str | None:
+    def _order(self, hashes: Sequence[bytes], session: str | None, replicas: Collection[str]) -> list[str]:
+        """Of replicas, for a prompt or a session: the same in all ingress replicas; empty where nothing tells one from
+        another."""
         if session is not None:
             last = self._sessions.get(session)
-            return last if last in replicas else max(replicas, key=lambda name: _weight(session, name), default=None)
+            return sorted(replicas, key=lambda name: (name == last, _weight(session, name)), reverse=True)
         if not hashes:
-            return None
-        digest = hashes[min(HOME_BLOCK, len(hashes) - 1)].hex()
-        return max(replicas, key=lambda name: _weight(digest, name), default=None)
+            return []
+        beginning = _beginning(hashes).hex()
+        return sorted(replicas, key=lambda name: _weight(beginning, name), reverse=True)
 
-    def _cost(self, num_blocks: int, found: int, at_home: bool, busy: Busy) -> float:
-        """Blocks to compute, and those that others have to be computed or decoded first.
+    def _num_homes(self, hashes: Sequence[bytes], session: str | None, num_replicas: int) -> int:
+        if session is not None or not hashes:
+            return 1
+        share = self._counts[_beginning(hashes)] / max(len(self._recent), LOOK_BACK // 8)
+        return max(1, min(num_replicas, round(HOMES * share * num_replicas + 0.3)))
 
-        Below its places a replica slows down little as they fill. A request over them waits for one to end, which takes
-        as long as half a prompt of the usual length or more.
-        """
-        usual = self._mean_blocks
-        # Others will have sent its like home: if not by load, they all send it to the same one.
-        missing = -0.5 * usual if at_home else float(num_blocks - found)
-        queue = (0.25 * busy.requests / busy.slots + 0.5 * max(0, busy.requests - busy.slots)) * usual
-        return missing + queue + (usual + num_blocks if busy.kv_free < FULL_KV else 0.0)
+    def _count(self, beginning: bytes) -> None:
+        self._recent.append(beginning)
+        self._counts[beginning] += 1
+        if len(self._recent) > LOOK_BACK:
+            oldest = self._recent.popleft()
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+
+    def _queue(self, busy: Busy) -> float:
+        """Below its places a replica slows down little as they fill. A request over them waits for one to end, which
+        takes as long as half a prompt of the usual length or more."""
+        return (0.25 * busy.requests / busy.slots + 0.5 * max(0, busy.requests - busy.slots)) * self._mean_blocks
 
     def forget(self, gone: Collection[str]) -> None:
         """Replicas that are no more."""
@@ -130,10 +169,8 @@ class Affinity:
             self._known.pop(name, None)
 
 
-def _is_left_out(least: Busy, best: Busy) -> bool:
-    """Whether a replica has so little beside the best for a prompt that it should learn the prompt too: a new one knows
-    none, and would otherwise get nothing before all others are full."""
-    return best.requests > 2 * least.requests + best.slots / 4
+def _beginning(hashes: Sequence[bytes]) -> bytes:
+    return hashes[min(HOME_BLOCK, len(hashes) - 1)]
 
 
 def _weight(key: str, replica: str) -> int:
@@ -147,10 +184,10 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """
 
     def initialize_state(self, **_: Any) -> None:
-        from app.pool import engine_pool
+        from app.pool import pool_of
 
         self._affinity = Affinity()
-        self._pool = engine_pool
+        self._pool = pool_of(self._deployment_id.name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         before = {replica_id.unique_id for replica_id in self._replica_id_set}

@@ -37,13 +37,40 @@ def test_a_known_prefix_goes_where_it_is() -> None:
 
 def test_a_busy_replica_gives_its_prefix_away() -> None:
     affinity = Affinity()
-    for suffix in range(40):
-        affinity.learn(prompt(1, suffix), None, "a", Busy())
-    some, many = IDLE | {"a": Busy(4, 16)}, IDLE | {"a": Busy(18, 16)}
-    assert best(affinity, prompt(1, 99), some) == "a"
-    assert best(affinity, prompt(1, 99), many) != "a"
+    for suffix in range(5):
+        for group in range(8):
+            affinity.learn(prompt(group, suffix), None, NAMES[group % 4], Busy())
+    some, many = IDLE | {"a": Busy(3, 16)}, IDLE | {"a": Busy(18, 16)}
+    assert best(affinity, prompt(4, 99), some) == "a"
+    assert best(affinity, prompt(4, 99), many) != "a"
     everybody = dict.fromkeys(NAMES, Busy(15, 16))
-    assert best(affinity, prompt(1, 99), everybody) == "a"
+    assert best(affinity, prompt(4, 99), everybody) == "a"
+
+
+def test_what_is_given_away_goes_to_the_same_replica_from_all_ingress_replicas() -> None:
+    one, other = Affinity(), Affinity()
+    second = Counter()
+    for group in range(100):
+        busy = IDLE | {best(one, prompt(group, 1)): Busy(12, 16)}
+        to = best(one, prompt(group, 1), busy)
+        assert best(other, prompt(group, 2), busy) == to
+        second[to] += 1
+        busy[to] = Busy(12, 16)
+        assert best(other, prompt(group, 3), busy) == best(one, prompt(group, 4), busy)
+    assert min(second.values()) > 10, "and not all to one"
+
+
+def test_a_prefix_that_is_asked_for_most_gets_several_homes_and_others_keep_one() -> None:
+    one, other = Affinity(), Affinity()
+    for suffix in range(200):
+        for affinity in (one, other):
+            affinity.learn(prompt(1 if suffix % 2 else 100 + suffix, suffix), None, "a", Busy())
+    busy = dict.fromkeys(NAMES, Busy(8, 16)) | {"a": Busy(15, 16)}
+    homes = {best(affinity, prompt(1, 900 + i), busy) for i in range(40) for affinity in (one, other)}
+    assert "a" not in homes, "though only it is known to have it"
+    assert 2 <= len(homes) <= 3
+    for group in range(100, 300, 2):
+        assert len({best(affinity, prompt(group, i), busy) for i in range(5) for affinity in (one, other)}) == 1
 
 
 def test_a_replica_without_free_kv_gives_its_prefix_away() -> None:
