@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import socket
 import warnings
 from typing import Any
@@ -36,6 +37,9 @@ ROUTING_STATS_S = 1.0
 _CONTROL_CALLS = 8
 """Calls for limits, statistics and health that a full replica takes beside its requests."""
 
+_INGRESS_DRAIN_S = 120.0
+"""That an ingress which is to go may take at least: a stream can change its engine replica, but not its ingress."""
+
 _INGRESS_REQUESTS = 100_000
 """More than ever come: the ingress answers overload itself, in OpenAI's JSON, which Serve would not."""
 
@@ -44,17 +48,51 @@ def build_application(
     settings: AppSettings, engine_class: type[EngineDeployment] = EngineDeployment
 ) -> serve.Application:
     """engine_class: another in its place is a benchmark's. Raises `ConfigError` for what cannot start here."""
+    elsewhere = _cluster_is_elsewhere()
+    if not elsewhere and (warning := port_in_use()) is not None:
+        logger.warning(warning)
+    log = LoggingConfig(log_level=settings.log_level, encoding=settings.log_encoding)
+    names = _engine_names(settings)
+    engines = [
+        _engine(model, name, engine_class, elsewhere).options(logging_config=log).bind(model.engine_config())
+        for model, name in zip(settings.each, names, strict=True)
+    ]
+    ingress = serve.deployment(
+        serve.ingress()(IngressDeployment),
+        name="ingress",
+        num_replicas=settings.num_ingress_replicas,
+        max_ongoing_requests=_INGRESS_REQUESTS,
+        max_queued_requests=-1,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=max(_INGRESS_DRAIN_S, *(m.graceful_shutdown_timeout_s for m in settings.each)),
+        logging_config=log,
+    )
+    return ingress.bind(settings, *engines)
+
+
+def _engine_names(settings: AppSettings) -> list[str]:
+    """Of the engine deployments: `engine`, or with the name of the model where there are several."""
+    if not settings.models:
+        return ["engine"]
+    names: list[str] = []
+    for model in settings.models:
+        name = "engine-" + re.sub(r"[^\w.-]+", "-", model.public_model_name)
+        names.append(name if name not in names else f"{name}-{len(names)}")
+    return names
+
+
+def _engine(
+    settings: AppSettings, name: str, engine_class: type[EngineDeployment], cluster_is_elsewhere: bool
+) -> serve.Deployment:
     config = settings.engine_config()
     num_gpus = gpus_to_ask_for(config.device)
-    if not _cluster_is_elsewhere():
+    if not cluster_is_elsewhere:
         _check_model(config)
-        if (warning := port_in_use()) is not None:
-            logger.warning(warning)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cuda" if num_gpus else "cpu"]
-    log = LoggingConfig(log_level=settings.log_level)
-    engine = serve.deployment(
+    return serve.deployment(
         engine_class,
-        name="engine",
+        name=name,
         **_replicas(settings),
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter, request_routing_stats_period_s=ROUTING_STATS_S
@@ -68,19 +106,7 @@ def build_application(
         health_check_timeout_s=30,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
-        logging_config=log,
     )
-    ingress = serve.deployment(
-        serve.ingress()(IngressDeployment),
-        name="ingress",
-        num_replicas=settings.num_ingress_replicas,
-        max_ongoing_requests=_INGRESS_REQUESTS,
-        max_queued_requests=-1,
-        ray_actor_options={"num_cpus": 0.1},
-        graceful_shutdown_wait_loop_s=0.5,
-        logging_config=log,
-    )
-    return ingress.bind(settings, engine.bind(config))
 
 
 def _replicas(settings: AppSettings) -> dict[str, Any]:

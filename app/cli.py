@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         settings = _pairs(options.settings)
-        _build(load_settings(settings).engine_config().model)
+        _build([model.engine_config().model for model in load_settings(settings).each])
         if options.command == "serve":
             _serve(settings)
     except ConfigError as error:
@@ -38,7 +38,7 @@ def _pairs(arguments: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def _build(model: str) -> None:
+def _build(models: Sequence[str]) -> None:
     """Here and not in the replicas, so that progress and errors are seen in the terminal."""
     from engine.hub import resolve_model
     from kernels import cpu_ops
@@ -50,7 +50,8 @@ def _build(model: str) -> None:
     except ValueError as error:  # NANOSERVE_CPU_ISA, which every replica would fail on
         raise ConfigError(str(error)) from error
     print(f"CPU kernels: {library or 'none; torch computes instead'}")
-    print(f"model: {resolve_model(model)}")
+    for model in models:
+        print(f"model: {resolve_model(model)}")
 
 
 def _serve(settings: dict[str, str]) -> None:

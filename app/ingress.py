@@ -10,15 +10,16 @@ from ray import serve
 from starlette.applications import Starlette
 
 from app.admission import Admission, Budget
+from app.catalog import Catalog
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.door_reports import report_queue
 from app.doors import Doors, read_keys
 from app.engine_client import EngineClient, EngineLimits
 from app.failover import FailoverClient
-from app.pool import engine_pool
-from app.request_stats import IngressStats
+from app.pool import Pool, pool_of
 from app.routes import create_app
+from app.scrape import ModelStats
 from app.serve_client import CONTROL_TIMEOUT_S, ServeEngineClient
 from app.service import Service
 from app.settings import AppSettings
@@ -35,7 +36,7 @@ SPARE = 0.25
 """Of the requests that the engine runs at once: what it is sent beyond those, of tenants that have less than others."""
 
 
-async def create_service(settings: AppSettings, client: EngineClient) -> Service:
+async def create_service(settings: AppSettings, client: EngineClient, pool: Pool) -> Service:
     """Load the tokenizer and ask the engine what it can do; waits until the engine is up."""
     config = settings.engine_config()
     path = resolve_model(config.model)
@@ -52,6 +53,7 @@ async def create_service(settings: AppSettings, client: EngineClient) -> Service
         ChatSide(templates, settings.tool_call_parser, settings.reasoning_parser),
         scales_to_zero=settings.max_replicas is not None and settings.min_replicas == 0,
         default_sampling=default_sampling(path, config.generation_config),
+        pool=pool,
     )
 
 
@@ -78,53 +80,56 @@ def doors(settings: AppSettings) -> Doors:
 class Peers:
     """All replicas of the ingress deployment, this one among them."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self) -> None:
         here = serve.get_replica_context()
         self._handle = serve.get_deployment_handle(here.deployment, here.app_name)
 
-    async def stats(self) -> list[IngressStats]:
+    async def stats(self) -> list[ModelStats]:
         """Of those that answer."""
         try:
             answers = await self._handle.broadcast("stats").results_async(
                 timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
             )
         except Exception:
-            answers = []
-        found = [answer for answer in answers if isinstance(answer, IngressStats)]
-        return found or [self._service.stats()]
+            return []
+        return [answer for answer in answers if isinstance(answer, dict)]
 
 
 class IngressDeployment:
     """What Serve runs: a shell, since a class under a deployment travels by value."""
 
-    def __init__(self, settings: AppSettings, engine: Any) -> None:
+    def __init__(self, settings: AppSettings, *engines: Any) -> None:
+        """engines: handles, one for each of `settings.each`."""
         self._settings = settings
-        self._engine = engine
+        self._engines = engines
+        self._reports: list[asyncio.Task[None]] = []
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        client = FailoverClient(ServeEngineClient(self._engine), self._settings.max_resubmissions)
-        self._service = service = await create_service(self._settings, client)
-        service.scrape.ingresses = Peers(service).stats
-        self._follow_pool(service.admission)
+        settings = self._settings
+        services = await asyncio.gather(*map(self._serve, settings.each, self._engines))
+        self._catalog = Catalog(services, Peers().stats)
         gc.freeze()  # what has been loaded stays: looking through it again and again would hold up every stream
-        return create_app(service, self._settings.stream_commit_s, doors(self._settings))
+        return create_app(self._catalog, settings.stream_commit_s, doors(settings))
 
-    async def stats(self) -> IngressStats:
+    async def stats(self) -> ModelStats:
         """For the other ingresses."""
-        return self._service.stats()
+        return self._catalog.stats()
 
-    def _follow_pool(self, admission: Admission) -> None:
-        """Let the queue go by the replicas there are, and the autoscaler by the queue."""
+    async def _serve(self, settings: AppSettings, engine: Any) -> Service:
+        """One model. Its queue goes by the replicas there are, and its autoscaler by the queue."""
+        client = FailoverClient(ServeEngineClient(engine), settings.max_resubmissions)
+        pool = pool_of(engine.deployment_name)
+        service = await create_service(settings, client, pool)
         loop = asyncio.get_running_loop()
 
         def resize(replicas: int) -> None:  # called in Serve's routing thread
-            loop.call_soon_threadsafe(admission.resize, replicas)
+            loop.call_soon_threadsafe(service.admission.resize, replicas)
 
-        engine_pool.follow(resize)
+        pool.follow(resize)
 
         async def send(report: DoorReport) -> None:
-            answers = self._engine.broadcast("note_door", report)
+            answers = engine.broadcast("note_door", report)
             await answers.results_async(timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True)
 
-        self._reports = loop.create_task(report_queue(uuid4().hex, admission, send))
+        self._reports.append(loop.create_task(report_queue(uuid4().hex, service.admission, send)))
+        return service

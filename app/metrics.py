@@ -1,7 +1,7 @@
 """The application's state in Prometheus text: vLLM's names where vLLM has the series, ours for the rest."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from app.request_stats import Histogram, IngressStats, RequestStats
 from engine.outputs import EngineStats
@@ -9,23 +9,37 @@ from engine.outputs import EngineStats
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(model: str, engines: Sequence[EngineStats], ingresses: Sequence[IngressStats]) -> str:
-    """Sums over all replicas of both kinds."""
-    label = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    labels = f'model_name="{label}"'
+def render(models: Mapping[str, tuple[Sequence[EngineStats], Sequence[IngressStats]]]) -> str:
+    """Of each model, sums over all replicas of both kinds."""
+    labels = [f'model_name="{_escaped(model)}"' for model in models]
+    of_models = [[*_engine_series(engines), *_ingress_series(ingresses)] for engines, ingresses in models.values()]
+    lines: list[str] = []
+    for same in zip(*of_models, strict=True):
+        name, kind, help_text, _ = same[0]
+        lines += _head(name, kind, help_text)
+        lines += [f"{name}{{{label}}} {series[-1]}" for label, series in zip(labels, same, strict=True)]
+    requests = [_all_requests(ingresses) for _, ingresses in models.values()]
+    lines += _head("vllm:request_success_total", "counter", "Requests that ended, by how.")
+    for label, of_model in zip(labels, requests, strict=True):
+        for reason, count in sorted(of_model.finished.items()):
+            lines.append(f'vllm:request_success_total{{{label},finished_reason="{reason}"}} {count}')
+    for histograms in zip(*map(_histograms, requests), strict=True):
+        name, help_text, _ = histograms[0]
+        lines += _head(name, "histogram", help_text)
+        for label, (_, _, histogram) in zip(labels, histograms, strict=True):
+            lines += _buckets(name, label, histogram)
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _all_requests(ingresses: Sequence[IngressStats]) -> RequestStats:
     requests = RequestStats()
     for ingress in ingresses:
         requests.add(ingress.requests)
-    lines: list[str] = []
-    for name, kind, help_text, value in (*_engine_series(engines), *_ingress_series(ingresses)):
-        lines += (*_head(name, kind, help_text), f"{name}{{{labels}}} {value}")
-    lines += _head("vllm:request_success_total", "counter", "Requests that ended, by how.")
-    for reason, count in sorted(requests.finished.items()):
-        lines.append(f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {count}')
-    for name, help_text, histogram in _histograms(requests):
-        lines += _head(name, "histogram", help_text)
-        lines += _buckets(name, labels, histogram)
-    return "\n".join(lines) + "\n"
+    return requests
 
 
 Series = tuple[str, str, str, float]

@@ -55,5 +55,9 @@ class Pool:
             return dict(self._routed)
 
 
-engine_pool = Pool()
-"""Of the one engine deployment that this process sends to."""
+_pools: dict[str, Pool] = {}
+
+
+def pool_of(deployment: str) -> Pool:
+    """What this process knows of an engine deployment of its application."""
+    return _pools.setdefault(deployment, Pool())

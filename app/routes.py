@@ -1,4 +1,4 @@
-"""The HTTP routes, as an ASGI application around a `Service`."""
+"""The HTTP routes, as an ASGI application around the `Catalog` of models."""
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -8,52 +8,53 @@ from starlette.routing import Route
 
 from app import __version__, metrics
 from app.answers import Answer
+from app.catalog import Catalog
 from app.doors import Doors
 from app.openai.errors import ApiError, EngineFault
 from app.openai.openapi import docs_page, openapi
 from app.openai.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
-from app.service import Service
 from app.streaming import Endpoint, EventStream, Handler, JsonResponse, error_response
 from app.text import off_loop
 
 
-def create_app(service: Service, stream_commit_s: float, doors: Doors | None = None) -> Starlette:
+def create_app(catalog: Catalog, stream_commit_s: float, doors: Doors | None = None) -> Starlette:
     """stream_commit_s: seconds that a stream's status waits for its first token. doors: open ones by default."""
-    description = openapi(service.name)
+    description = openapi(catalog.names)
 
     async def chat(_: Request, body: bytes) -> Response | EventStream:
         request = await off_loop(parse_chat, len(body), body)
-        return await send(await service.chat(request), request.stream)
+        return await send(await catalog.of(request.model).chat(request), request.stream)
 
     async def complete(_: Request, body: bytes) -> Response | EventStream:
         request = await off_loop(parse_completion, len(body), body)
-        return await send(await service.complete(request), request.stream)
+        return await send(await catalog.of(request.model).complete(request), request.stream)
 
     async def send(answer: Answer, stream: bool | None) -> Response | EventStream:
         return EventStream(answer.chunks(), stream_commit_s) if stream else JsonResponse(await answer.whole())
 
     async def tokenize(_: Request, body: bytes) -> Response:
-        return JsonResponse(await service.tokenize(await off_loop(parse_tokenize, len(body), body)))
+        request = await off_loop(parse_tokenize, len(body), body)
+        return JsonResponse(await catalog.of(request.model).tokenize(request))
 
     async def detokenize(_: Request, body: bytes) -> Response:
-        return JsonResponse(await service.detokenize(await off_loop(parse_detokenize, len(body), body)))
+        request = await off_loop(parse_detokenize, len(body), body)
+        return JsonResponse(await catalog.of(request.model).detokenize(request))
 
     async def models(_: Request, __: bytes) -> Response:
-        return JsonResponse(service.models())
+        return JsonResponse(catalog.cards())
 
     async def model(request: Request, _: bytes) -> Response:
-        return JsonResponse(service.model(request.path_params["name"]))
+        return JsonResponse(catalog.of(request.path_params["name"]).card())
 
     async def health(_: Request, __: bytes) -> Response:
         try:
-            if not service.is_asleep:
-                await service.client.check_health()
+            await catalog.check_health()
         except EngineFault as error:
             raise ApiError(503, str(error), code="unhealthy", headers={"Retry-After": "5"}) from error
         return JsonResponse({"status": "ok"})
 
     async def show_metrics(_: Request, __: bytes) -> Response:
-        return Response(await service.scrape.text(), media_type=metrics.CONTENT_TYPE)
+        return Response(await catalog.scrape.text(), media_type=metrics.CONTENT_TYPE)
 
     async def version(_: Request, __: bytes) -> Response:
         return JsonResponse({"version": __version__})

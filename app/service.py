@@ -25,9 +25,8 @@ from app.openai.sampling import GenerationRequest
 from app.openai.structured import Structure
 from app.openai.token_entries import PromptScorer
 from app.openai.tokenization import MAX_CHARACTERS, DetokenizeRequest, TokenizeRequest
-from app.pool import engine_pool
+from app.pool import Pool
 from app.request_stats import IngressStats
-from app.scrape import Scrape
 from app.text import INLINE_SIZE, PromptEncoder, off_loop
 from engine.bad_words import expand
 from engine.sampling_params import SamplingParams, children
@@ -48,8 +47,11 @@ class Service:
         chat_side: ChatSide,
         scales_to_zero: bool = False,
         default_sampling: Mapping[str, Any] | None = None,
+        pool: Pool | None = None,
     ) -> None:
+        """pool: what is known of the engine's replicas; nothing by default."""
         self.name = name
+        self._pool = Pool() if pool is None else pool
         self._default_sampling = default_sampling
         self.client = client
         self.admission = admission
@@ -62,16 +64,15 @@ class Service:
         self._generator = TextGenerator(client, admission, tokenizer, limits.block_size)
         # Of prompts, in which special tokens are as they were written.
         self._prompt_texts = TokenTexts(tokenizer, skip_special_tokens=False)
-        self.scrape = Scrape(name, client.stats, self._only_this_ingress)
 
-    @property
-    def is_asleep(self) -> bool:
-        """Whether there is no engine replica since nobody asks; the next request starts one."""
-        return self._scales_to_zero and engine_pool.known and not engine_pool.num_replicas
+    async def check_health(self) -> None:
+        """Raise `EngineFault` if no engine replica can serve, unless none is there since nobody asks: the next request
+        starts one."""
+        if not (self._scales_to_zero and self._pool.known and not self._pool.num_replicas):
+            await self.client.check_health()
 
     async def chat(self, request: ChatRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
-        self.check_model(request.model)
         params = request.sampling_params(_drawn_seed(), self._default_sampling)
         structure = request.structure()
         self.admission.check(current_caller().tenant, request.is_batch)
@@ -99,7 +100,6 @@ class Service:
 
     async def complete(self, request: CompletionRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
-        self.check_model(request.model)
         params = request.sampling_params(_drawn_seed(), self._default_sampling)
         structure = request.structure()
         self.admission.check(current_caller().tenant, request.is_batch)
@@ -147,17 +147,13 @@ class Service:
             self.admission.waiting_tokens,
             self.admission.capacity,
             self.admission.refused,
-            engine_pool.prompt_blocks,
-            engine_pool.hit_blocks,
-            engine_pool.routed(),
+            self._pool.prompt_blocks,
+            self._pool.hit_blocks,
+            self._pool.routed(),
         )
-
-    async def _only_this_ingress(self) -> list[IngressStats]:
-        return [self.stats()]
 
     async def tokenize(self, request: TokenizeRequest) -> Body:
         """Raises `ApiError`, `InvalidRequestError`."""
-        self.check_model(request.model)
         if request.messages is not None:
             template = self._chat_side.template(bool(request.tools))
             text = await self._encoder.render(template, await self._chat(request, template))
@@ -179,22 +175,12 @@ class Service:
 
     async def detokenize(self, request: DetokenizeRequest) -> Body:
         """Raises `ApiError`, `InvalidRequestError`."""
-        self.check_model(request.model)
         ids = self._encoder.in_vocabulary(request.tokens, "tokens") if request.tokens else []
         return {"prompt": await off_loop(self._tokenizer.decode, len(ids), ids, False)}
 
-    def models(self) -> Body:
-        return {"object": "list", "data": [self.model(self.name)]}
-
-    def model(self, name: str) -> Body:
-        """Raises `ApiError` 404."""
-        self.check_model(name)
-        return model_card(name, self._created, self._limits.max_total_tokens)
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            message = f"The model {name[:200]!r} does not exist here; this server has {self.name!r}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+    def card(self) -> Body:
+        """Its entry in the list of models."""
+        return model_card(self.name, self._created, self._limits.max_total_tokens)
 
     async def _chat(self, request: ChatRequest | TokenizeRequest, template: ChatTemplate) -> Chat:
         """Tools and calls may be of any size, and have JSON in them that is parsed here."""

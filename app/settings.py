@@ -1,8 +1,9 @@
 """One settings model for YAML arguments, `NANOSERVE_*` variables and the command line."""
 
 import dataclasses
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
@@ -27,6 +28,12 @@ def _listed(given: Any) -> Any:
 ApiKey = Annotated[SecretStr, Field(min_length=1)]
 
 
+_OF_THE_DOOR = {
+    "num_ingress_replicas", "stream_commit_s", "log_level", "log_encoding", "api_keys", "api_keys_file",
+    "max_requests_per_key", "cors_allow_origins", "models",
+}  # fmt: skip
+"""Settings that are the same for all models."""
+
 _PATHS = ("api_keys_file", "chat_template")
 """Settings that name a file: made absolute, since the replicas may run in another folder."""
 
@@ -48,7 +55,7 @@ class AppSettings(BaseSettings):
     graceful_shutdown_timeout_s: seconds that a replica which is to go may take to finish what it runs; the rest goes on
         elsewhere.
     stream_commit_s: seconds that a stream's HTTP status waits for the first token.
-    log_level: of both deployments.
+    log_level, log_encoding: of all deployments.
     chat_template: Jinja text, or the path of a file that has it, in place of the model's own.
     tool_call_parser: the form of tool calls in the output; `auto` goes by the chat template, `none` reads none.
     reasoning_parser: `auto` keeps the thoughts of a model whose template has `<think>` apart from its answers.
@@ -56,6 +63,7 @@ class AppSettings(BaseSettings):
     api_keys_file: a file with further ones, one a line, read where the ingress runs.
     max_requests_per_key: requests of one key at once, above which it is answered 429.
     cors_allow_origins: web pages' origins whose scripts may call; `*` for all.
+    models: several models behind one door, each by its own settings, over the others given here.
     """
 
     model_config = SettingsConfigDict(
@@ -75,6 +83,7 @@ class AppSettings(BaseSettings):
     graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0
     stream_commit_s: Annotated[float, Field(ge=0)] = 5.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_encoding: Literal["TEXT", "JSON"] = "TEXT"
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"] = "auto"
     reasoning_parser: Literal["auto", "none"] = "auto"
@@ -82,6 +91,7 @@ class AppSettings(BaseSettings):
     api_keys_file: Annotated[str, Field(min_length=1)] | None = None
     max_requests_per_key: Annotated[int, Field(ge=1)] = 256
     cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
+    models: tuple["AppSettings", ...] = ()
 
     @model_validator(mode="after")
     def _replicas_agree(self) -> Self:
@@ -98,6 +108,11 @@ class AppSettings(BaseSettings):
         model = self.engine_config().model
         return self.served_model_name or (Path(model).name if is_path(model) else model)
 
+    @property
+    def each(self) -> tuple["AppSettings", ...]:
+        """The settings of each model."""
+        return self.models or (self,)
+
 
 _hints = get_type_hints(EngineConfig)
 _ENGINE_FIELDS: dict[str, Any] = {
@@ -111,6 +126,37 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     """Arguments over environment over defaults. Raises `ConfigError` that names the setting that is wrong."""
     from_environment = _from_environment(environ)
     given = from_environment | _without_aliases(args)
+    entries = _entries(given.pop("models", ()))
+    models = tuple(_one_model(f"models[{i}]", given, entry) for i, entry in enumerate(entries))
+    names = [model.public_model_name for model in models]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"models: two of them have one name, got {', '.join(names)}; give each a served_model_name")
+    return _checked(given | {"models": models}, _shown(from_environment))
+
+
+def _entries(given: Any) -> list[dict[str, Any]]:
+    """The models' own settings: a list, as YAML has it, or JSON, as the environment and the command line have it."""
+    try:
+        entries = json.loads(given) if isinstance(given, str) else list(given)
+        if all(isinstance(entry, dict) for entry in entries):
+            return entries
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(f"models: a list of the settings of each model, or that as JSON, not {given!r}")
+
+
+def _one_model(where: str, common: Mapping[str, Any], entry: Mapping[str, Any]) -> AppSettings:
+    own = _without_aliases(entry)
+    if wrong := sorted(own.keys() & _OF_THE_DOOR):
+        raise ConfigError(f"{where}: {', '.join(wrong)} cannot be set for one model, only for all")
+    try:
+        return _checked({**common, **own}, str)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _checked(given: dict[str, Any], shown: Callable[[str], str]) -> AppSettings:
+    """shown: a setting's name as the person wrote it."""
     if isinstance(given.get("model"), str):
         given["model"] = _absolute(given["model"])
     for name in _PATHS:
@@ -118,14 +164,12 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
             given[name] = os.path.abspath(os.path.expanduser(given[name]))
     known = set(Settings.model_fields)
     if unknown := sorted(given.keys() - known):
-        raise ConfigError(
-            f"unknown setting {', '.join(map(_shown(from_environment), unknown))}; known are {', '.join(sorted(known))}"
-        )
+        raise ConfigError(f"unknown setting {', '.join(map(shown, unknown))}; known are {', '.join(sorted(known))}")
     try:
         settings = Settings(**given)
     except ValidationError as error:
         lines = [
-            f"{_shown(from_environment)(str(e['loc'][0]))}: {e['msg'].lower()}{_given(e)}"
+            f"{shown(str(e['loc'][0]))}: {e['msg'].lower()}{_given(e)}"
             if e["loc"]
             else e["msg"].removeprefix("Value error, ")
             for e in error.errors(include_url=False)
@@ -172,6 +216,5 @@ def _without_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _shown(from_environment: Mapping[str, Any]) -> Any:
-    """A setting's name as the person wrote it."""
+def _shown(from_environment: Mapping[str, Any]) -> Callable[[str], str]:
     return lambda name: f"{ENV_PREFIX}{name.upper()}" if name in from_environment else name

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from app.admission import Admission, Budget
+from app.catalog import Catalog
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.engine_client import Delivery, EngineLimits, Submission
@@ -76,7 +77,7 @@ async def measure(requests: int, tokens: int) -> dict[str, float]:
     client = ReadyEngine(text[:tokens])
     chat_side = ChatSide(chat_templates(tokenizer, None))
     service = Service("model", tokenizer, client, await client.limits(), Admission(Budget(80), 256), chat_side)
-    app = create_app(service, 5.0)
+    app = create_app(Catalog([service]), 5.0)
     body = {"messages": [{"role": "user", "content": CONTENT}], "max_tokens": tokens, "temperature": 0}
     times: dict[str, list[float]] = {"whole": [], "stream": []}
     for _ in range(requests):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.openai.openapi import openapi
 
-DOCUMENT = openapi("any")
+DOCUMENT = openapi(["any"])
 SCHEMAS = DOCUMENT["components"]["schemas"]
 MODELS = {
     "/v1/chat/completions": "ChatRequest",

@@ -2,6 +2,7 @@
 
 import html
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -16,8 +17,8 @@ Body = dict[str, Any]
 _REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 
-def openapi(model: str) -> Body:
-    """An OpenAPI 3.1 document. model: the one that is served."""
+def openapi(models: Sequence[str]) -> Body:
+    """An OpenAPI 3.1 document. models: those that are served."""
     _, definitions = models_json_schema(
         [(request, "validation") for request in _REQUESTS], ref_template="#/components/schemas/{model}"
     )
@@ -26,12 +27,12 @@ def openapi(model: str) -> Body:
         "info": {
             "title": "nanoserve",
             "version": __version__,
-            "description": f"OpenAI's API for the model {model!r}. Fields that are not known are ignored.",
+            "description": f"OpenAI's API for {', '.join(map(repr, models))}. Fields that are not known are ignored.",
         },
         "paths": {
             "/v1/chat/completions": {"post": _generation("chat", ChatRequest, "ChatCompletion", CHAT)},
             "/v1/completions": {"post": _generation("complete", CompletionRequest, "Completion", COMPLETIONS)},
-            "/v1/models": {"get": _operation("list_models", "The served model, as a list", "ModelList")},
+            "/v1/models": {"get": _operation("list_models", "The served models", "ModelList")},
             "/v1/models/{name}": {"get": _operation("get_model", "One model", "Model") | {"parameters": [_NAME]}},
             "/tokenize": {"post": _operation("tokenize", "Text or messages to token ids", "Tokens", TokenizeRequest)},
             "/detokenize": {"post": _operation("detokenize", "Token ids to text", "Text", DetokenizeRequest)},

@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import uvicorn
+from starlette.applications import Starlette
 
 from app.admission import Admission, Budget
+from app.catalog import Catalog
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.doors import Doors
@@ -135,16 +137,25 @@ async def running(
     admission = Admission(Budget(capacity or engine.info.max_num_seqs * 5 // 4), max_waiting)
     chat_side = ChatSide(chat_templates(tokenizer, chat_template), tool_call_parser, reasoning_parser)
     service = Service("tiny", tokenizer, client, await client.limits(), admission, chat_side)
-    app = create_app(service, stream_commit_s, doors)
+    try:
+        async with (
+            listening(create_app(Catalog([service]), stream_commit_s, doors)) as url,
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+        ):
+            yield Server(http, replica, engine, admission, url)
+    finally:
+        replica.close()
+
+
+@asynccontextmanager
+async def listening(app: Starlette) -> AsyncIterator[str]:
+    """The URL of `app` on a loopback socket."""
     uvicorn_server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     task = asyncio.ensure_future(uvicorn_server.serve())
     await until(lambda: uvicorn_server.started, 5.0)
     port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-            yield Server(http, replica, engine, admission, url)
+        yield f"http://127.0.0.1:{port}"
     finally:
         uvicorn_server.should_exit = True
         await task
-        replica.close()

@@ -16,7 +16,7 @@ from tests.app.conftest import Serve
 from tests.app.harness import Server
 from tests.app.test_http import error_of
 
-DOCUMENT = openapi("tiny")
+DOCUMENT = openapi(["tiny"])
 SCHEMAS = DOCUMENT["components"]["schemas"]
 
 

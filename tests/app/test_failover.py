@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from app.admission import Admission, Budget
+from app.catalog import Catalog
 from app.chat import ChatSide
 from app.chat_template import chat_templates
 from app.engine_client import Submission
@@ -88,7 +89,7 @@ async def served(model_dir: Path, tokenizer: Tokenizer, replicas: int) -> AsyncI
     async with pool(engines) as it:
         chat_side = ChatSide(chat_templates(tokenizer, None), "auto", "auto")
         service = Service("tiny", tokenizer, it.client, await it.client.limits(), Admission(Budget(64), 64), chat_side)
-        transport = httpx.ASGITransport(create_app(service, 5.0))
+        transport = httpx.ASGITransport(create_app(Catalog([service]), 5.0))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as http:
             yield http, it
 

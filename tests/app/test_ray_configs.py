@@ -21,7 +21,7 @@ from tests.live_server import free_port
 
 CONFIGS = Path(__file__).parents[2] / "ray_configs"
 TIERS = sorted(CONFIGS.glob("*.yaml"))
-ON_CPU = ("autoscaled.yaml", "edge.yaml", "laptop_cpu.yaml", "single.yaml")
+ON_CPU = ("autoscaled.yaml", "edge.yaml", "laptop_cpu.yaml", "multi_model.yaml", "replicas.yaml", "single.yaml")
 PORT = free_port()
 
 
@@ -45,8 +45,8 @@ def test_a_tier_holds_against_serves_schema_and_our_settings(path: Path) -> None
     check(yaml.safe_load(path.read_text()))
 
 
-def test_every_tier_that_needs_no_gpu_is_started_below() -> None:
-    assert {path.name for path in TIERS} - {"gpu_8gb.yaml"} == set(ON_CPU)
+def test_every_tier_that_needs_no_gpu_is_started_below_or_in_test_production() -> None:
+    assert {path.name for path in TIERS} - {"gpu_8gb.yaml", "production.yaml"} == set(ON_CPU)
 
 
 def test_the_rayservice_holds_and_its_image_is_the_one_that_is_built() -> None:
@@ -64,7 +64,7 @@ def test_the_rayservice_holds_and_its_image_is_the_one_that_is_built() -> None:
 
 
 def test_alerts_and_dashboard_name_series_that_there_are() -> None:
-    text = render("m", [], [])
+    text = render({"m": ([], [])})
     known = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
     alerts = yaml.safe_load((CONFIGS / "monitoring" / "alerts.yaml").read_text())
     rules = [rule for group in alerts["groups"] for rule in group["rules"]]
@@ -93,10 +93,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_tier_starts_and_answers(cluster: str, name: str) -> None:
     """With a small model in the place of its own; all else as it stands in the file."""
-    application = yaml.safe_load((CONFIGS / name).read_text())["applications"][0]
-    serve.run(app.build(application["args"] | {"model": cluster}), name="nanoserve", route_prefix="/")
+    args = yaml.safe_load((CONFIGS / name).read_text())["applications"][0]["args"]
+    small = {"model": cluster}
+    if "models" in args:
+        names = [model.public_model_name for model in load_settings(args, environ={}).models]
+        own = zip(args["models"], names, strict=True)
+        small = {"models": [entry | small | {"served_model_name": name} for entry, name in own]}
+    else:
+        names = ["tiny"]
+    serve.run(app.build(args | small), name="nanoserve", route_prefix="/")
     with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as http:
-        answer = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3, "ignore_eos": True})
-        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == names
+        for model in names:
+            body = {"model": model, "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+            assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
         assert http.get("/health").status_code == 200
     serve.delete("nanoserve")

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app import metrics
 from app.openai.errors import EngineFault
 from app.request_stats import Histogram, IngressStats, RequestStats
-from app.scrape import Scrape
+from app.scrape import ModelStats, Scrape
 from engine.outputs import EngineStats
 from tests.app.conftest import Serve
 from tests.app.test_lifecycle import Gate
@@ -42,7 +42,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def test_series_are_sums_over_all_replicas_and_the_longest_pause_of_any() -> None:
-    found = samples(metrics.render('a "model"', [ENGINE, ENGINE], [ingress(4, 0.03, 1.5), ingress(5, 0.2, 0.5)]))
+    found = samples(metrics.render({'a "model"': ([ENGINE, ENGINE], [ingress(4, 0.03, 1.5), ingress(5, 0.2, 0.5)])}))
     assert found["vllm:num_requests_running"] == 4
     assert found["vllm:prompt_tokens_total"] == 2469134
     assert found["vllm:kv_cache_usage_perc"] == 0.5
@@ -60,6 +60,15 @@ def test_series_are_sums_over_all_replicas_and_the_longest_pause_of_any() -> Non
     assert found["vllm:time_to_first_token_seconds_bucket,le=0.25"] == 2
     assert found["vllm:time_to_first_token_seconds_count"] == 2
     assert found["vllm:request_time_per_output_token_seconds_sum"] == pytest.approx(0.2)
+
+
+def test_each_model_has_its_own_values_under_one_head() -> None:
+    text = metrics.render({"a": ([ENGINE], [ingress(4, 0.03, 0)]), "b": ([], [ingress(1, 0.2, 0)])})
+    assert text.count("# TYPE vllm:num_requests_running ") == text.count("# TYPE vllm:request_success_total ") == 1
+    assert 'vllm:num_requests_running{model_name="a"} 2\nvllm:num_requests_running{model_name="b"} 0\n' in text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    counts = [s for s in families["vllm:time_to_first_token_seconds"].samples if s.name.endswith("_count")]
+    assert [(s.labels["model_name"], s.value) for s in counts] == [("a", 1), ("b", 1)]
 
 
 def test_a_value_on_a_bound_is_within_it() -> None:
@@ -81,10 +90,7 @@ async def test_many_who_ask_at_once_cost_one_round_and_one_that_leaves_spoils_no
         await answer.wait()
         return [ENGINE] * asked
 
-    async def ingresses() -> list[IngressStats]:
-        return [ingress(1, 0.1, 0)]
-
-    scrape = Scrape("m", engines, ingresses)
+    scrape = Scrape({"m": engines}, lambda: {"m": ingress(1, 0.1, 0)})
     first, *others = [asyncio.ensure_future(scrape.text()) for _ in range(4)]
     await asyncio.sleep(0)
     first.cancel()
@@ -100,10 +106,12 @@ async def test_a_pool_of_none_is_a_state_and_no_error() -> None:
     async def engines() -> list[EngineStats]:
         raise EngineFault("none")
 
-    async def ingresses() -> list[IngressStats]:
+    async def ingresses() -> list[ModelStats]:
         return []
 
-    found = samples(await Scrape("m", engines, ingresses).text())
+    here = {"m": ingress(0, 0.1, 0)}
+    found = samples(await Scrape({"m": engines}, lambda: here, ingresses).text())
+    assert found["nanoserve:ingress_replicas"] == 1, "the one that is asked, if no other answers"
     assert found["nanoserve:engine_replicas"] == found["vllm:num_requests_running"] == 0
 
 

@@ -1,6 +1,7 @@
 """Settings from arguments, environment and defaults; and that importing the application is cheap."""
 
 import dataclasses
+import json
 import re
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from app.building import gpus_to_ask_for
 from app.settings import OTHER_VARIABLES, Settings, load_settings
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import ConfigError
+from tests import tiny_models
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,3 +177,45 @@ def test_bounds_of_replicas_that_cross_are_an_error_that_names_both() -> None:
     with pytest.raises(ConfigError, match="min_replicas is 5, above max_replicas, which is 4"):
         load_settings({"max_replicas": 4, "min_replicas": 5}, environ={})
     assert load_settings({"min_replicas": 5}, environ={}).max_replicas is None
+
+
+def test_several_models_each_by_its_own_settings_over_those_of_all() -> None:
+    models = [{"model": "smollm2-135m", "max_model_len": 512}, {"model_path": "org/b", "max_replicas": 2}]
+    args = {"models": models, "max_model_len": 2048, "num_ingress_replicas": 2}
+    environ = {"NANOSERVE_MAX_NUM_SEQS": "8"}
+    settings = load_settings(args, environ)
+    first, second = (model.engine_config() for model in settings.each)
+    assert (first.max_model_len, second.max_model_len) == (512, 2048)
+    assert first.max_num_seqs == second.max_num_seqs == 8
+    assert [model.public_model_name for model in settings.each] == ["smollm2-135m", "org/b"]
+    assert (settings.num_ingress_replicas, settings.each[1].max_replicas) == (2, 2)
+    in_words = load_settings({"max_model_len": 2048}, environ | {"NANOSERVE_MODELS": json.dumps(models)})
+    assert [model.engine_config() for model in in_words.each] == [first, second]
+    assert load_settings({}, {}).each[0].engine_config() == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("models", "told"),
+    [
+        ("a, b", "models: a list"),
+        ([1], "models: a list"),
+        ([{"model": "a"}, {"model": "a"}], "one name, got a, a"),
+        ([{"model": "a"}, {"model": "b", "max_model_len": "long"}], r"models\[1\]: max_model_len"),
+        ([{"model": "a", "bogus": 1}], r"models\[0\]: unknown setting bogus"),
+        ([{"model": "a", "api_keys": "k"}], r"models\[0\]: api_keys cannot be set for one model"),
+    ],
+)
+def test_a_bad_setting_of_one_of_several_models_is_named(models: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_settings({"models": models}, {})
+
+
+def test_each_model_has_an_engine_deployment_of_its_own(tmp_path: Path) -> None:
+    models = [
+        {"model": str(tiny_models.llama(tmp_path / name)), "served_model_name": name, "num_replicas": i + 1}
+        for i, name in enumerate(("a b", "a-b"))
+    ]
+    ingress = app.build({"models": models})._bound_deployment
+    engines = [engine._bound_deployment for engine in ingress.init_args[1:]]
+    assert [engine.name for engine in engines] == ["engine-a-b", "engine-a-b-1"]
+    assert [engine.num_replicas for engine in engines] == [1, 2]
