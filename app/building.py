@@ -14,12 +14,13 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, HTTPOptions, 
 from ray.serve.schema import LoggingConfig
 
 from app.autoscaling import EnginePolicy
+from app.gpus import gpus_to_ask_for
 from app.ingress import OVERCOMMIT, SPARE, IngressDeployment
 from app.replica import EngineDeployment
 from app.router import AffinityRouter
 from app.settings import AppSettings, is_path
+from app.shards import shard_bundle
 from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
-from engine.errors import ConfigError
 from engine.hub import PACKAGED_MODELS, resolve_model
 
 logger = logging.getLogger("ray.serve")
@@ -33,6 +34,9 @@ LOOK_BACK_S = 2.0
 
 ROUTING_STATS_S = 1.0
 """Between two readings of the replicas' queues and caches for the routers."""
+
+LEADER_CPUS = 0.1
+"""Share of a core of a replica that leads shards: it only schedules."""
 
 _CONTROL_CALLS = 8
 """Calls for limits, statistics and health that a full replica takes beside its requests."""
@@ -86,7 +90,7 @@ def _engine(
     settings: AppSettings, name: str, engine_class: type[EngineDeployment], cluster_is_elsewhere: bool
 ) -> serve.Deployment:
     config = settings.engine_config()
-    num_gpus = gpus_to_ask_for(config.device)
+    num_gpus = gpus_to_ask_for(config.device, config.tensor_parallel_size)
     if not cluster_is_elsewhere:
         _check_model(config)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cuda" if num_gpus else "cpu"]
@@ -100,13 +104,26 @@ def _engine(
         # What all ingresses send: Serve would hold the rest back in no fair order.
         max_ongoing_requests=settings.num_ingress_replicas * math.ceil((OVERCOMMIT + SPARE) * max_num_seqs)
         + _CONTROL_CALLS,
-        # Shares of a core, so that everything finds a place on one; the engine sets its threads itself.
-        ray_actor_options={"num_cpus": 0.5, "num_gpus": num_gpus},
+        **_resources(config.tensor_parallel_size, num_gpus, settings.shard_placement),
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
     )
+
+
+def _resources(num_shards: int, num_gpus: int, strategy: str) -> dict[str, Any]:
+    """Options of the engine deployment: shares of a core, so that everything finds a place on one, and the GPUs.
+
+    Shards have bundles behind the replica's own, which has no GPU then.
+    """
+    if num_shards == 1:
+        return {"ray_actor_options": {"num_cpus": 0.5, "num_gpus": num_gpus}}
+    return {
+        "ray_actor_options": {"num_cpus": LEADER_CPUS},
+        "placement_group_bundles": [{"CPU": LEADER_CPUS}, *[shard_bundle(num_gpus // num_shards)] * num_shards],
+        "placement_group_strategy": strategy,
+    }
 
 
 def _replicas(settings: AppSettings) -> dict[str, Any]:
@@ -134,30 +151,6 @@ def _replicas(settings: AppSettings) -> dict[str, Any]:
             policy=policy,
         )
     return {"autoscaling_config": config}
-
-
-def gpus_to_ask_for(device: str) -> int:
-    """1 where there is a GPU and the engine may use it. Asking for one that is not there would wait for ever.
-
-    Raises `ConfigError` if a GPU is demanded and there is none.
-    """
-    if device == "cpu":
-        return 0
-    found = _count_gpus()
-    if device == "cuda" and not found:
-        raise ConfigError("device is cuda, but there is no GPU here: use device=auto or device=cpu")
-    return 1 if found else 0
-
-
-def _count_gpus() -> int:
-    """Of the cluster if one is connected, else of this machine, counted as Ray will count them. No torch needed."""
-    if ray.is_initialized():
-        return int(ray.cluster_resources().get("GPU", 0))
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager
-
-    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
-    count: int = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
-    return count if visible is None else min(count, len(visible))
 
 
 def port_in_use() -> str | None:

@@ -15,6 +15,7 @@ from app.startup import Startup, StartupTimes
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.outputs import EngineStats, StepOutput
+from engine.runner import Runner
 
 MAX_STALL_S = 60.0
 """Seconds with work queued and no step made after which the replica counts as dead."""
@@ -167,12 +168,19 @@ class EngineReplica:
 def start_replica(config: EngineConfig, on_failure: Callable[[], None]) -> EngineReplica:
     """Load the model and start stepping. Blocks for as long as loading takes; call it in the event loop's thread.
 
-    on_failure: as in `EngineReplica`.
+    on_failure: as in `EngineReplica`; called for a lost shard, too.
     """
     from engine.engine import Engine
     from engine.step_loop import StepLoop
 
-    engine = Engine.from_config(config)
+    event_loop = asyncio.get_running_loop()
+
+    def start_shards(config: EngineConfig) -> Runner:
+        from app.shards import lead_shards
+
+        return lead_shards(config, lambda: event_loop.call_soon_threadsafe(on_failure))
+
+    engine = Engine.from_config(config, start_shards)
     info = engine.info
     logger.info(
         "Engine ready: %d KV blocks of %d tokens, requests of up to %d tokens, %d at once.",

@@ -48,6 +48,8 @@ class AppSettings(BaseSettings):
     target_ttft_s: time to first token, in seconds, that the number of copies is chosen for.
     downscale_delay_s: seconds that fewer copies must have been enough before one goes.
     downscale_to_zero_delay_s: seconds without any request before the last one goes.
+    shard_placement: where the shards of a replica may be, if tensor_parallel_size is above 1: all on one node
+        (`STRICT_PACK`), on few nodes (`PACK`), or on as many as there are (`SPREAD`).
     num_ingress_replicas: processes that take HTTP requests in.
     max_queue_size: requests that may wait in an ingress before it answers 429.
     max_resubmissions: times in a row that a request whose replica was lost goes on at another without bringing a token,
@@ -77,6 +79,7 @@ class AppSettings(BaseSettings):
     target_ttft_s: Annotated[float, Field(gt=0)] = 2.0
     downscale_delay_s: Annotated[float, Field(ge=0)] = 60.0
     downscale_to_zero_delay_s: Annotated[float, Field(ge=0)] = 300.0
+    shard_placement: Literal["STRICT_PACK", "PACK", "SPREAD"] = "STRICT_PACK"
     num_ingress_replicas: Annotated[int, Field(ge=1)] = 1
     max_queue_size: Annotated[int, Field(ge=0)] = 256
     max_resubmissions: Annotated[int, Field(ge=0)] = 3

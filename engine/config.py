@@ -45,6 +45,7 @@ class EngineConfig:
     num_threads: threads of a CPU engine; 0 is one for each core that this process may use. Of each rank, whose default
         is a share of the cores of its host.
     tensor_parallel_size: ranks that share each layer's weights and compute it together.
+    shard_timeout_s: seconds that a rank may take for a step, or say nothing, before the engine counts as lost.
 
     Raises `ConfigError` naming the setting, what was given and what is allowed.
     """
@@ -71,6 +72,7 @@ class EngineConfig:
     seed: int = 0
     num_threads: int = 0
     tensor_parallel_size: int = 1
+    shard_timeout_s: float = 30.0
     trust_remote_code: bool = False
     generation_config: Literal["auto", "vllm"] = "auto"
 
@@ -105,6 +107,8 @@ class EngineConfig:
             )
         if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, int | float) or self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of GiB, 0 or more, got {self.swap_space!r}")
+        if not isinstance(self.shard_timeout_s, int | float) or not self.shard_timeout_s > 0:
+            raise ConfigError(f"shard_timeout_s must be above 0, got {self.shard_timeout_s!r}")
         for name, allowed in (
             ("load_format", ("auto", "dummy")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),

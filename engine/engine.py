@@ -19,6 +19,7 @@ from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.sharding import StartShards, start_installed_shards
 from engine.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -99,14 +100,22 @@ class Engine:
         self._failed_steps = 0
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """Load the model that `config` names. Raises `ConfigError` for what cannot be."""
+    def from_config(cls, config: EngineConfig, start_shards: StartShards = start_installed_shards) -> Self:
+        """Load the model that `config` names. Raises `ConfigError` for what cannot be.
+
+        start_shards: makes the runner where tensor_parallel_size is above 1.
+        """
         from engine.hub import resolve_model
-        from engine.model_runner import ModelRunner
         from engine.tokenizer import load_tokenizer
 
         path = resolve_model(config.model)
-        runner = ModelRunner.from_config(config, path)
+        runner: Runner
+        if config.tensor_parallel_size > 1:
+            runner = start_shards(config)
+        else:
+            from engine.model_runner import ModelRunner
+
+            runner = ModelRunner.from_config(config, path)
 
         def read_vocabulary() -> Vocabulary:
             return grammar_vocabulary(load_tokenizer(path, config.trust_remote_code), runner.info.vocab_size)

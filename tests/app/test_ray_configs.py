@@ -45,8 +45,8 @@ def test_a_tier_holds_against_serves_schema_and_our_settings(path: Path) -> None
     check(yaml.safe_load(path.read_text()))
 
 
-def test_every_tier_that_needs_no_gpu_is_started_below_or_in_test_production() -> None:
-    assert {path.name for path in TIERS} - {"gpu_8gb.yaml", "production.yaml"} == set(ON_CPU)
+def test_every_tier_that_needs_no_gpu_is_started_below_or_in_test_production_or_in_sharding() -> None:
+    assert {path.name for path in TIERS} - {"gpu_8gb.yaml", "production.yaml", "tensor_parallel.yaml"} == set(ON_CPU)
 
 
 def test_the_rayservice_holds_and_its_image_is_the_one_that_is_built() -> None:

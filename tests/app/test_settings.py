@@ -13,7 +13,8 @@ import pytest
 from ray.serve.config import HTTPOptions
 
 import app
-from app.building import gpus_to_ask_for
+from app.building import _resources
+from app.gpus import gpus_to_ask_for
 from app.settings import OTHER_VARIABLES, Settings, load_settings
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import ConfigError
@@ -102,12 +103,24 @@ def test_a_path_means_the_same_in_every_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_no_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.building._count_gpus", lambda: 0)
+    monkeypatch.setattr("app.gpus._count_gpus", lambda: 0)
     assert (gpus_to_ask_for("auto"), gpus_to_ask_for("cpu")) == (0, 0)
     with pytest.raises(ConfigError, match="no GPU"):
         gpus_to_ask_for("cuda")
-    monkeypatch.setattr("app.building._count_gpus", lambda: 2)
+    monkeypatch.setattr("app.gpus._count_gpus", lambda: 2)
     assert (gpus_to_ask_for("auto"), gpus_to_ask_for("cpu"), gpus_to_ask_for("cuda")) == (1, 0, 1)
+    assert (gpus_to_ask_for("auto", 2), gpus_to_ask_for("cpu", 2), gpus_to_ask_for("auto", 1)) == (2, 0, 1)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4, but there are 2 GPUs"):
+        gpus_to_ask_for("auto", 4)
+
+
+def test_shards_have_bundles_of_their_own_behind_the_replicas() -> None:
+    assert _resources(1, 1, "PACK") == {"ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1}}
+    options = _resources(4, 4, "PACK")
+    assert options["ray_actor_options"] == {"num_cpus": 0.1}
+    assert options["placement_group_bundles"] == [{"CPU": 0.1}] + [{"CPU": 0.2, "GPU": 1}] * 4
+    assert options["placement_group_strategy"] == "PACK"
+    assert _resources(2, 0, "SPREAD")["placement_group_bundles"] == [{"CPU": 0.1}, {"CPU": 0.2}, {"CPU": 0.2}]
 
 
 def test_building_needs_neither_torch_nor_transformers_nor_a_cluster() -> None:

@@ -1,0 +1,65 @@
+"""Tensor parallelism without Serve: what `LLM(..., tensor_parallel_size=n)` finds by its entry point."""
+
+import logging
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from app.gpus import gpus_to_ask_for
+from app.shards import ShardedRunner, ShardGroup, shard_bundle
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.runner import Runner
+
+PLACING_S = 60.0
+
+
+def start(config: EngineConfig) -> Runner:
+    """The ranks on a Ray of their own, which ends with the runner; or on the one that this process is connected to.
+
+    Raises `ConfigError` where the ranks find no place, and what a rank raises.
+    """
+    own_ray = not ray.is_initialized()
+    size = config.tensor_parallel_size
+    if own_ray:
+        ray.init(
+            address="local",
+            num_cpus=size,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    try:
+        return LocalShards(config, own_ray)
+    except BaseException:
+        if own_ray:
+            ray.shutdown()
+        raise
+
+
+class LocalShards(ShardedRunner):
+    """Leads ranks in a placement group of their own, which goes with them."""
+
+    def __init__(self, config: EngineConfig, own_ray: bool) -> None:
+        size = config.tensor_parallel_size
+        bundle = shard_bundle(gpus_to_ask_for(config.device, size) // size)
+        self._own_ray = own_ray
+        self._bundles = placement_group([bundle] * size, strategy="PACK")
+        try:
+            if not self._bundles.wait(PLACING_S):
+                raise ConfigError(
+                    f"tensor_parallel_size is {size}, and Ray has not {size} times {bundle} free: "
+                    f"{ray.available_resources()}"
+                )
+            super().__init__(ShardGroup(config, (self._bundles, 0)), config.shard_timeout_s)
+        except BaseException:
+            remove_placement_group(self._bundles)
+            raise
+
+    def close(self) -> None:
+        if self._closing.is_set():
+            return
+        super().close()
+        remove_placement_group(self._bundles)
+        if self._own_ray:
+            ray.shutdown()

@@ -1,0 +1,60 @@
+"""`LLM` over shards without Serve, in a process of its own."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams, sharding
+from engine.errors import ConfigError
+from tests import tiny_models
+from tests.app.sharding.processes import alive, wait
+
+ROOT = Path(__file__).parents[3]
+PROMPTS = ["hello there", "she sells"]
+GREEDY = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
+
+SCRIPT = f"""
+import atexit, json, sys
+from importlib.metadata import EntryPoint
+import ray
+from engine import LLM, SamplingParams, sharding
+
+def entry_points(group):
+    return [EntryPoint("installed", sys.argv[2], group)]
+
+sharding.entry_points = entry_points
+# Runs after what comes later.
+atexit.register(lambda: print(json.dumps([ray.is_initialized(), pids, texts])))
+settings = json.loads(sys.argv[1])
+llm = LLM(**settings, tensor_parallel_size=2)
+pids = [place.pid for place in llm.engine.runner._group.places]
+texts = [output.outputs[0].text for output in llm.generate({PROMPTS!r}, SamplingParams(**{GREEDY!r}), use_tqdm=False)]
+"""
+
+
+def test_tokens_are_those_of_one_rank_and_nothing_is_left(tmp_path: Path) -> None:
+    """Though nobody has closed it."""
+    model = tiny_models.llama(tmp_path / "tiny")
+    settings = {"model": str(model), "dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (entry,) = project["entry-points"][sharding.ENTRY_POINT].values()
+    command = [sys.executable, "-c", SCRIPT, json.dumps(settings), entry]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert output.returncode == 0, output.stderr
+    ray_is_left, pids, texts = json.loads(output.stdout.splitlines()[-1])
+    assert not ray_is_left
+    wait(lambda: not any(map(alive, pids)))
+    llm = LLM(**settings)
+    assert texts == [o.outputs[0].text for o in llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False)]
+    llm.close()
+
+
+def test_without_the_application_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sharding, "entry_points", lambda group: [])
+    model = tiny_models.llama(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but nothing is installed that runs several"):
+        LLM(str(model), tensor_parallel_size=2)
