@@ -207,10 +207,25 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """Ranks of one replica each: Serve tries the next when one is full, and then again after a pause."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        hashes, session = _keys(pending_request)
+        return [[replica] for replica in self._ranked(candidate_replicas, pending_request)]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """At once if nothing waits and the best has room: Serve's own way, a task and some turns of the event loop, is
+        for when one has to wait."""
+        if self._replicas and not is_retry and not self._pending_requests_to_fulfill:
+            best = self._ranked(self._replicas_list, pending_request)[0]
+            if self._busy(best).requests < best.max_ongoing_requests:
+                return best
+        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+
+    def _ranked(self, replicas: list[RunningReplica], request: PendingRequest | None) -> list[RunningReplica]:
+        """Best first."""
+        by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        hashes, session = _keys(request)
         ranked, _ = self._affinity.rank(hashes, session, {name: self._busy(r) for name, r in by_name.items()})
-        return [[by_name[name]] for name in ranked]
+        return [by_name[name] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         hashes, session = _keys(pending_request)
