@@ -24,6 +24,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from app.autoscaling import Quiet, Targets, decide
+from benchmarks.percentiles import percentile
 from benchmarks.simulated_pool import PLACES, TICK_S, Simulation, trace
 
 
@@ -124,11 +125,9 @@ def simulate(scale: float, name: str, policy: Callable[[float, Simulation], int]
         pool.replica_s += pool.now - replica.up_at
     ttft = sorted(pool.ttft)
 
-    def percentile(share: float) -> float:
-        return round(ttft[min(len(ttft) - 1, int(share * len(ttft)))], 2)
-
+    p50, p90, p99 = (round(percentile(ttft, share), 2) for share in (0.5, 0.9, 0.99))
     return Report(
-        scale, name, len(arrivals), percentile(0.5), percentile(0.9), percentile(0.99), round(ttft[-1], 2),
+        scale, name, len(arrivals), p50, p90, p99, round(ttft[-1], 2),
         pool.refused, round(pool.replica_s), pool.largest, pool.turns, round(seconds, 1),
     )  # fmt: skip
 

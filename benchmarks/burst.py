@@ -22,6 +22,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.percentiles import percentile
+
 PROMPT_TOKENS = 200
 
 
@@ -155,7 +157,7 @@ def report(outcomes: list[Outcome], course: Course, startups: list[Any], back_s:
 
     def percentiles(values: list[float]) -> dict[str, float]:
         at = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-        return {name: round(values[min(len(values) - 1, int(share * len(values)))], 2) for name, share in at.items()}
+        return {name: round(percentile(values, share), 2) for name, share in at.items()}
 
     told = [seconds for outcome in outcomes for seconds in outcome.retry_after]
     return {

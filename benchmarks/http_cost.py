@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.http_parts import parts
+from benchmarks.percentiles import percentile
 from benchmarks.throughput import machine
 
 STREAMS = 64
@@ -131,7 +132,7 @@ async def paced(port: int) -> dict[str, float]:
 
 
 def _ms(values: Sequence[float], share: float) -> float:
-    return round(1000 * values[min(len(values) - 1, int(share * len(values)))], 2)
+    return round(1000 * percentile(values, share), 2)
 
 
 @contextmanager

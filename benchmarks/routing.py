@@ -30,6 +30,7 @@ from app.replica import EngineDeployment, EngineReplica
 from app.router import AffinityRouter
 from app.serve_client import ServeEngineClient
 from app.signals import Signals
+from benchmarks.percentiles import percentile
 from engine.block_hash import block_hashes
 from engine.engine import Engine
 from engine.runner import RunnerInfo
@@ -158,8 +159,8 @@ def measure(router: str, requests: int) -> dict[str, Any]:
         "router": router,
         "requests_per_s": round(len(times) / seconds, 1),
         "hit_rate": round(sum(replica.cached_prompt_tokens for replica in stats) / sum(prompts), 3),
-        "ttft_p50": round(times[len(times) // 2], 3),
-        "ttft_p99": round(times[int(0.99 * len(times))], 3),
+        "ttft_p50": round(percentile(times, 0.5), 3),
+        "ttft_p99": round(percentile(times, 0.99), 3),
         "imbalance": round(max(prompts) * len(prompts) / sum(prompts), 2),
     }
 
