@@ -3,6 +3,7 @@
 Nothing is imported or built before one of the two is asked for.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,8 +18,27 @@ def build(args: dict[str, Any]) -> "Application":
     """The application with `args` over `NANOSERVE_*` variables over defaults. Raises `ConfigError`."""
     from app.building import build_application
     from app.settings import load_settings
+    from engine.errors import ConfigError
 
-    return build_application(load_settings(args))
+    try:
+        return build_application(load_settings(args))
+    except ConfigError:
+        _tell_without_traceback(ConfigError)
+        raise
+
+
+def _tell_without_traceback(kind: type[Exception]) -> None:
+    """Let an error of this kind that nobody catches end the program with its message alone: `serve run` would bury it
+    under twenty lines of Serve's own."""
+    default = sys.excepthook
+
+    def told(error_type: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, kind):
+            print(f"nanoserve: {error}", file=sys.stderr)
+        else:
+            default(error_type, error, traceback)
+
+    sys.excepthook = told
 
 
 def __getattr__(name: str) -> Any:

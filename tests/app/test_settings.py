@@ -73,6 +73,14 @@ def test_a_bad_setting_is_named(args: dict[str, Any], environ: dict[str, str], n
         load_settings(args, environ)
 
 
+def test_serve_run_tells_a_bad_setting_and_no_more() -> None:
+    words = [sys.executable, "-m", "ray.serve.scripts", "run", "app:build", "max_model_len=long"]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode != 0
+    (line,) = [line for line in run.stderr.splitlines() if "Running import path" not in line]
+    assert re.match("nanoserve: max_model_len: .*got 'long'", line)
+
+
 def test_variables_that_are_no_settings_are_let_be() -> None:
     load_settings({}, dict.fromkeys(OTHER_VARIABLES, "x") | {"NANOSERVE_MAX_MODEL_LEN": ""})
 
