@@ -1,10 +1,10 @@
 """A dense layer in whole numbers: y = x W^T + bias, optionally with an RMSNorm before it and SwiGLU after it.
 
 Used by every projection and the output head when a model runs with `quantization="int8"`. Weights are quantised once
-(`kernels.quantized_weight`), activations to 8 bits as they come, with a scale for each GROUP of
-them along k (after ZeroQuant, Yao et al., 2022). For activations that keeps the outliers of a transformer, which sit in
-few channels, from taking the precision of the others; for weights it halves the divergence that one scale for a whole
-output column leaves. Products of a group are added up exactly in whole numbers, groups in float32.
+(`kernels.quantized_weight`), activations to 8 bits as they come, with a scale for each GROUP of them along k (after
+ZeroQuant, Yao et al., 2022). A transformer's outliers sit in few channels and would take the precision of their group:
+those of each row stay in float32 (after LLM.int8(), Dettmers et al., 2022), which divides the divergence from float32 by
+three. Products of a group are added up exactly in whole numbers, groups and then outliers in float32.
 """
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from kernels import activation, cpu_ops, rms_norm
 from kernels.quantized_weight import GROUP, PANEL, QuantizedWeight
+
+OUTLIER = 2.0
+"""Activations above so many times the mean of their groups' largest stay in float32; `kOutlier` in the C++ kernel."""
 
 TINY = 1e-30
 """A group whose largest magnitude is at most this counts as zero; `kTiny` in the C++ kernel."""
@@ -24,6 +27,14 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     # full_like: torch turns number / tensor into a reciprocal and a product, rounded twice.
     inverse = torch.where(top > TINY, torch.full_like(top, 127.0) / top, 0.0)
     return (x * inverse).round_(), top / 127.0  # halves go to even
+
+
+def without_outliers(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """groups: float32 [..., groups, GROUP] -> (the same with zeros in place of outliers, the outliers among zeros)."""
+    tops = groups.abs().amax(-1, keepdim=True)
+    loud = groups.abs() > OUTLIER * tops.mean(-2, keepdim=True)
+    loud &= loud.flatten(-2).cumsum(-1).view(loud.shape) < groups.shape[-2]  # a row has room for so many
+    return groups.masked_fill(loud, 0.0), groups.masked_fill(~loud, 0.0)
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -55,15 +66,20 @@ def norm_quantized_linear(
 
 
 def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    values, scales = quantize(F.pad(x.float(), (0, -weight.k % GROUP)).unflatten(-1, (-1, GROUP)))
     y = torch.zeros(*x.shape[:-1], len(weight.data) * PANEL)
     codes = weight.codes().flatten(0, 1)  # [columns, k / GROUP, GROUP]
+    scales = weight.scale.transpose(1, 2).flatten(0, 1).float()  # [columns, k / GROUP]
+    offsets = None if weight.offset is None else weight.offset.transpose(1, 2).flatten(0, 1).float()
+    quiet, loud = without_outliers(F.pad(x.float(), (0, -weight.k % GROUP)).unflatten(-1, (-1, GROUP)))
+    values, steps = quantize(quiet)
     for g in range(codes.shape[1]):
-        x, scale = values[..., g, :], scales[..., g, :]
+        part, step = values[..., g, :], steps[..., g, :]
         # Whole numbers under 2^24: exact in float32 in whatever order they are added.
-        y += F.linear(x, codes[:, g]) * (weight.scale[:, g].flatten().float() * scale)
-        if weight.offset is not None:
-            y += weight.offset[:, g].flatten().float() * (x.sum(-1, keepdim=True) * scale)
+        y += F.linear(part, codes[:, g]) * (scales[:, g] * step)
+        if offsets is not None:
+            y += offsets[:, g] * (part.sum(-1, keepdim=True) * step)
+    weights = codes * scales[..., None] + (0.0 if offsets is None else offsets[..., None])
+    y += F.linear(loud.flatten(-2), weights.flatten(1))
     y = y[..., _gated_order(weight.n)] if weight.gated else y[..., : weight.n]
     if bias is not None:
         y = y + bias

@@ -111,7 +111,10 @@ struct Linear {
 
 constexpr float kTiny = 1e-30f;    // activations under this are zero: 127 divided by it might be infinite
 constexpr int64_t kLoneRows = 4;   // up to so many rows each thread quantises for itself rather than wait
-constexpr int kActivationGroupBytes = 12 + 4 * kGroup;  // a quantised group at most, whatever the instruction set
+constexpr int kActivationGroupBytes = 20 + 4 * kGroup;  // a quantised group and an outlier at most
+constexpr int kTileOutlierBytes = 20;
+constexpr int64_t kQuantizedRowBlock = 128;  // rows of an item: their activations stay in the second-level cache
+constexpr float kOutlier = 2.0f;  // of the mean of a row's groups' largest: activations above it stay in float32
 
 // out: [rows, n] = x: [rows, k] times the quantised weight, plus the bias unless null. `gated`: the weight's rows are a
 // gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `norm`, unless null: the
@@ -128,8 +131,9 @@ struct QuantizedLinear {
   const float* bias;       // [n]
   bool gated;
   float* out;
-  float* lines;       // scratch for each thread: k rounded up to whole groups
+  float* lines;       // scratch for each thread: kGroup + 1 for each group
   void* activations;  // scratch: kActivationGroupBytes for each group of `rows` rows, or of kLoneRows for each thread
+  void* outliers;     // scratch for each thread: kTileOutlierBytes for each group of kQuantizedRowBlock rows, or of `rows`
 };
 
 constexpr int kLoraTile = 16;         // tokens of a tile at most

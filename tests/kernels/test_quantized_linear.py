@@ -74,6 +74,37 @@ def test_whole_numbers_with_one_scale_come_out_exact(isa):
     assert torch.equal(quantized_linear(x, quantize_weight(w)), torch_linear(x.double(), w.double()).float())
 
 
+def with_outliers(rows, k):
+    """One channel loud in every row, others in some, and a last row where there are more than it has room for."""
+    x = torch.randn(rows, k)
+    x[:, 5] = 50
+    x[::3, 40:44] *= 20
+    x[1::4, k - 1] *= 30
+    x[-1, : k // 8] *= 100
+    return x
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 7, 150])
+def test_outliers_equal_reference(isa, rows, gated, four_bits):
+    _, weight = weight_of(100, 576, gated, four_bits)
+    x = with_outliers(rows, 576)
+    expected = reference(x, weight)
+    torch.testing.assert_close(quantized_linear(x, weight), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_outliers_take_no_precision_from_the_other_channels(isa):
+    weight, quantized = weight_of(100, 576, four_bits=True)
+    x = with_outliers(9, 576)[:-1]
+    loud = x.abs() > 8
+    assert loud.any(1).all()
+    alone = torch_linear(x.where(loud, torch.zeros(())).double(), weight.double()).float()
+    others = quantized_linear(x, quantized) - alone
+    expected = torch_linear(x.masked_fill(loud, 0.0), weight)
+    assert (others - expected).norm() < 0.01 * expected.norm()
+
+
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 4, 5, 40])
@@ -93,7 +124,7 @@ def test_norm_quantized_linear_equals_its_parts(isa, rows, gated, residual):
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_gets_the_same_bits_in_every_batch(isa, gated, four_bits):
     _, weight = weight_of(200, 576, gated, four_bits)
-    x, norm = torch.randn(300, 576), torch.rand(576)
+    x, norm = with_outliers(300, 576), torch.rand(576)
     together = quantized_linear(x, weight)
     normed, _ = norm_quantized_linear(x, x, norm, 1e-5, weight)
     for rows in (1, 2, 3, 4, 5, 7, 13, 32, 129):
@@ -107,7 +138,7 @@ def test_a_row_gets_the_same_bits_in_every_batch(isa, gated, four_bits):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_thread_count_does_not_change_the_bits(threads, rows, four_bits):
     _, weight = weight_of(1000, 576, four_bits=four_bits)
-    x, norm = torch.randn(rows, 576), torch.rand(576)
+    x, norm = with_outliers(rows, 576), torch.rand(576)
     expected = norm_quantized_linear(x, x, norm, 1e-5, weight)
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,0 +1,122 @@
+// Activations that are too large for their row: kept as they are, apart from the 8 bits of the others.
+//
+// The error of a group is as large as the step between two of its whole numbers, so a transformer's outlier channels
+// cost their neighbours most of their bits, and make most of a row's error. Values above kOutlier times the mean of the
+// groups' largest are taken out: some two of 576 (after LLM.int8(), Dettmers et al., 2022, which takes whole
+// channels out by a fixed threshold). They meet the weights in float32, after the whole sum of the others and in order,
+// so a row's result is the same bits in every batch.
+#pragma once
+
+#include "codes.h"
+#include "kernels.h"
+#include "quantized_tile.h"
+#include "simd.h"
+
+struct Outlier {
+  int32_t at;  // along k
+  float value;
+};
+
+// Of the rows of a tile: a value for each, 0 where a row has none there.
+struct TileOutlier {
+  int32_t at;
+  float value[kTileHeight];
+};
+
+static_assert(sizeof(ActivationGroup) + sizeof(Outlier) <= kActivationGroupBytes);
+static_assert(sizeof(TileOutlier) <= kTileOutlierBytes);
+
+constexpr int32_t kNoMore = INT32_MAX;  // `at` of what closes a list
+
+// Rows of `groups` quantised groups, and their outliers: `groups` at most, with the one that closes the list.
+struct Activations {
+  ActivationGroup* x;
+  Outlier* outliers;
+  int64_t groups;
+
+  Activations from(int64_t row) const { return {x + row * groups, outliers + row * groups, groups}; }
+};
+
+// memory: for `rows` rows, kActivationGroupBytes a group.
+INLINE Activations activations_in(void* memory, int64_t rows, int64_t groups) {
+  ActivationGroup* x = static_cast<ActivationGroup*>(memory);
+  return {x, reinterpret_cast<Outlier*>(x + rows * groups), groups};
+}
+
+// One row: x, of whole groups, which is left without its outliers. tops: room for a number of each group.
+INLINE void quantize_values(float* x, float* tops, const Activations& to) {
+  float total = 0.0f;
+  for (int64_t g = 0; g < to.groups; ++g) total += tops[g] = largest_magnitude(x + g * kGroup, kGroup);
+  const float loud = total * (kOutlier / static_cast<float>(to.groups));
+  Outlier *next = to.outliers, *const last = next + to.groups - 1;
+  for (int64_t g = 0; g < to.groups; ++g) {
+    if (tops[g] > loud)
+      for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
+        if (!(__builtin_fabsf(x[i]) > loud) || next == last) continue;
+        *next++ = {static_cast<int32_t>(i), x[i]};
+        x[i] = 0.0f;
+      }
+    quantize_group(x + g * kGroup, to.x[g]);
+  }
+  next->at = kNoMore;
+}
+
+// The values of VECS vectors of columns at dimension `at`; panel: from the first of these columns on.
+template <bool NIBBLES, int VECS>
+INLINE void weights_at(const Codes& panel, int32_t at, Vec (&w)[VECS]) {
+  const int64_t group = at / kGroup * kPanel;
+  const int in_group = at % kGroup, word = NIBBLES ? in_group / 8 : in_group / 4;
+  const int shift = in_group % 4 * 8 + (NIBBLES ? in_group / 4 % 2 * 4 : 0);
+  const uint8_t* data = panel.data + group * kGroup / (NIBBLES ? 2 : 1) + word * kPanel * 4;
+  for (int j = 0; j < VECS; ++j) {
+    const int64_t column = group + j * kLanes;
+    const LaneVec words = *reinterpret_cast<const LaneVecUnaligned*>(data + j * kLanes * 4);
+    const LaneVec code = words >> shift & (NIBBLES ? 15u : 255u);
+    const Vec scale = load_half(panel.scale + column);
+    const Vec offset = NIBBLES ? load_half(panel.offset + column) : scale * -128.0f;
+    w[j] = __builtin_convertvector(reinterpret_cast<const IntVec&>(code), Vec) * scale + offset;
+  }
+}
+
+// to: `groups` for each of the rows.
+INLINE void merge_outliers(const Activations& x, int64_t rows, TileOutlier* to) {
+  const Outlier* next[kTileHeight];
+  for (int64_t r = 0; r < rows; ++r) next[r] = x.outliers + r * x.groups;
+  for (;; ++to) {
+    int32_t at = kNoMore;
+    for (int64_t r = 0; r < rows; ++r) at = next[r]->at < at ? next[r]->at : at;
+    to->at = at;
+    if (at == kNoMore) return;
+    for (int64_t r = 0; r < rows; ++r) to->value[r] = next[r]->at == at ? next[r]++->value : 0.0f;
+  }
+}
+
+// Add the outliers of ROWS rows to their sums against a panel, `out`: rows of kPanel floats.
+template <int ROWS, bool NIBBLES>
+static void outlier_tile(const TileOutlier* outliers, const Codes& panel, float* out) {
+  constexpr int vecs = kLanes == 16 ? 3 : 2;
+  for (int c = 0; c < kPanel; c += vecs * kLanes) {
+    const Codes columns = {panel.data + c * 4, panel.scale + c, panel.offset ? panel.offset + c : nullptr};
+    Vec total[ROWS][vecs];
+    for (int r = 0; r < ROWS; ++r)
+      for (int j = 0; j < vecs; ++j) total[r][j] = load(out + r * kPanel + c + j * kLanes);
+    for (const TileOutlier* next = outliers; next->at != kNoMore; ++next) {
+      Vec w[vecs];
+      weights_at<NIBBLES>(columns, next->at, w);
+      for (int r = 0; r < ROWS; ++r)
+        for (int j = 0; j < vecs; ++j) total[r][j] += w[j] * next->value[r];
+    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int j = 0; j < vecs; ++j) store(out + r * kPanel + c + j * kLanes, total[r][j]);
+  }
+}
+
+// As `quantized_lines`, which goes before it.
+template <bool NIBBLES>
+INLINE void outlier_lines(const TileOutlier* outliers, int64_t height, const Codes& panel, float* out) {
+  typedef void (*Tile)(const TileOutlier*, const Codes&, float*);
+  static constexpr Tile tiles[] = {nullptr, outlier_tile<1, NIBBLES>, outlier_tile<2, NIBBLES>,
+                                   outlier_tile<min(3, kTileHeight), NIBBLES>,
+                                   outlier_tile<min(4, kTileHeight), NIBBLES>};
+  if (outliers->at != kNoMore) tiles[height](outliers, panel, out);
+}
