@@ -45,6 +45,9 @@ class Pool:
     def engine_pids(self) -> list[int]:
         return _pids("engine")
 
+    def engine_actors(self) -> list[Any]:
+        return [ray.get_actor(name, namespace="serve") for name in _actors("engine")]
+
     def ingress_pids(self) -> list[int]:
         return _pids("ingress")
 
@@ -69,9 +72,13 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def _actors(deployment: str) -> list[str]:
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return [name for name in names if f"#{deployment}#" in name]
+
+
 def _pids(deployment: str) -> list[int]:
-    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    pids = [_pid(name) for name in actors if f"#{deployment}#" in name]
+    pids = [_pid(name) for name in _actors(deployment)]
     return [pid for pid in pids if pid is not None]
 
 

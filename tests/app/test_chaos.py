@@ -7,14 +7,16 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 
-from benchmarks.chaos import torment
-from benchmarks.pool import Pool, kill, running
+from benchmarks.chaos import Report, Traffic, torment
+from benchmarks.pool import Pool, kill, running, session_logs
+from tests.app.harness import Events, parse_events, until
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    settings = {"max_model_len": 8192, "graceful_shutdown_timeout_s": 1.0}
+    settings = {"max_model_len": 8192, "max_num_seqs": 20, "graceful_shutdown_timeout_s": 1.0}
     with running(tmp_path_factory.mktemp("chaos"), replicas=3, ingresses=2, **settings) as pool:
         yield pool
 
@@ -57,6 +59,48 @@ def test_clients_that_leave_within_a_tenth_of_a_second_orphan_nothing(pool: Pool
     assert httpx.post(f"{pool.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
+def test_a_step_that_fails_is_told_to_its_requests_and_leaves_those_of_other_replicas(pool: Pool) -> None:
+    def fail_next_step(actor: Any) -> None:
+        engine = actor._replica_impl._user_callable_wrapper._callable._replica._step_loop.engine
+        launch = engine.runner.launch
+
+        def failing(_: Any) -> None:
+            engine.runner.launch = launch
+            raise RuntimeError("a secret of the engine")
+
+        engine.runner.launch = failing
+
+    begun = 0
+
+    async def ask(http: httpx.AsyncClient, i: int) -> Events:
+        nonlocal begun
+        body = {"prompt": [5 + i], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            parts = []
+            async for part in response.aiter_bytes():
+                begun += not parts
+                parts.append(part)
+        return parse_events(httpx.Response(response.status_code, headers=response.headers, content=b"".join(parts)))
+
+    async def ask_all() -> list[Events]:
+        async with httpx.AsyncClient(base_url=pool.url, timeout=60) as http:
+            asked = [asyncio.ensure_future(ask(http, i)) for i in range(12)]
+            await until(lambda: begun == 12, 20)
+            engine = pool.engine_actors()[0]
+            await asyncio.to_thread(lambda: ray.get(engine.__ray_call__.remote(fail_next_step)))
+            return await asyncio.gather(*asked)
+
+    events = asyncio.run(ask_all())
+    failed = [each for each in events if not each.done]
+    assert 1 <= len(failed) < 12
+    for each in failed:
+        assert (each.names, each.chunks[-1]["error"]["code"]) == (["error"], "engine_error")
+        assert "secret" not in each.chunks[-1]["error"]["message"]
+    assert all(each.finish_reasons == ["length"] for each in events if each.done)
+    pool.wait(lambda: not pool.held(), 8, "nothing held")
+    assert pool.is_whole(), "a step that fails ends no replica"
+
+
 def test_an_ingress_that_is_killed_leaves_nothing_running(pool: Pool) -> None:
     async def ask() -> list[Any]:
         body = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True}
@@ -86,3 +130,30 @@ def test_streams_outlive_their_replicas(pool: Pool) -> None:
     assert report.kills == 4
     assert report.streams >= 60
     assert report.failovers > 0
+
+
+def test_an_update_that_exceeds_its_drain_fails_no_request(pool: Pool) -> None:
+    """All replicas of both kinds are replaced, under streams that take longer than an engine has to drain."""
+    bodies = [
+        {"prompt": [5 + i], "max_tokens": 500 + 100 * i, "ignore_eos": True, "stream": True, "return_token_ids": True,
+         "temperature": 1.0, "seed": i}
+        for i in range(4)
+    ]  # fmt: skip
+    report = Report()
+
+    async def update() -> None:
+        async with Traffic(pool, bodies, 12, report):
+            await asyncio.to_thread(pool.deploy, max_num_seqs=5)
+
+    before = went_on()
+    asyncio.run(update())
+    assert report.wrong == []
+    assert report.streams >= 12
+    assert went_on() > before, "no stream outlived its replica: nothing was tried"
+    pool.wait(lambda: not pool.held(), 10, "nothing held")
+
+
+def went_on() -> int:
+    """Requests that went on elsewhere, by the logs, since the counters of an ingress end with it."""
+    files = session_logs().glob("serve/replica_*ingress*.log")
+    return sum(file.read_text(errors="replace").count("goes on elsewhere") for file in files)
