@@ -1,7 +1,8 @@
 """Time of each GPU kernel beside its floor (`kernels.gpu.roofline`), on a card: `python -m benchmarks.kernels_gpu`.
 
-Shapes are Qwen3-0.6B's: hidden 1024, 16 query and 8 KV heads of 128, MLP 3072, vocabulary 151936. The two ceilings,
-memory bandwidth and bf16 matrix rate, are measured first. A time is the median of several, each of many launches
+Shapes are Qwen3-0.6B's: hidden 1024, 16 query and 8 KV heads of 128, MLP 3072, vocabulary 151936; experts are
+Qwen3-30B-A3B's, 128 of 768 over 2048, 8 a token. The two ceilings, memory bandwidth and bf16 matrix rate, are measured
+first. A time is the median of several, each of many launches
 between two events, in a captured graph where that works, and over as many sets of inputs as exceed the cache.
 """
 
@@ -123,6 +124,9 @@ def cases() -> Iterator[Case]:
         for sequences, queries, length in ((1, 1, 800), (1, 1, 32_768), (256, 1, 800), (4, 2048, 2048)):
             yield _attention(_triton(kv_dtype), sequences, queries, length)
     gpu = describe(torch.device("cuda"))
+    if gpu.capability >= (8, 0):
+        for tokens in (1, 64, 8192):
+            yield _experts(tokens)
     for block_size in (0, 256):
         other = select_gpu_backend(gpu, installed(), DTYPE, HEAD_DIM, block_size)
         if other.name.startswith("flash"):
@@ -136,6 +140,19 @@ def cases() -> Iterator[Case]:
                 roofline.sample(rows, VOCAB, filtered),
                 partial(_sampling, sampler.choose, rows, filtered),
             )
+
+
+def _experts(tokens: int, count: int = 128, per_token: int = 8, hidden: int = 2048, inner: int = 768) -> Case:
+    from kernels import experts
+
+    def make() -> Callable[[], object]:
+        scores, chosen = torch.rand(tokens, count, device="cuda").topk(per_token)
+        gate_up, down = _random(count, 2 * inner, hidden), _random(count, hidden, inner)
+        return partial(experts.experts_mlp, _random(tokens, hidden), gate_up, down, chosen, scores.to(DTYPE), False)
+
+    touched = count * (1 - (1 - per_token / count) ** tokens)  # by tokens that choose at random
+    work = roofline.experts_mlp(tokens, round(touched), per_token, hidden, inner, 2)
+    return Case("experts_mlp", f"{tokens} x {per_token} of {count}", work, make)
 
 
 def _random(*shape: int) -> torch.Tensor:

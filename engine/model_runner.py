@@ -163,11 +163,14 @@ class ModelRunner:
             dtype=str(precision),
         )
         cuda = torch.cuda if device.type == "cuda" else None
-        # What looks at the device cannot be captured: torch's attention at lengths, experts at what was routed to them.
-        looks = backend.name == "torch" or any(layer.sparse for layer in model_config.layers)
+        # What looks at the device cannot be captured: torch's attention at lengths, and experts without a kernel of
+        # their own at what was routed to them.
+        looks = backend.name == "torch" or any(layer.mlp.waits for layer in model.layers)
         capture = cuda is not None and not config.enforce_eager and not looks and group is None
         if cuda is not None and looks and not config.enforce_eager:
-            logger.warning("no CUDA graphs: attention or experts of this model wait for the GPU; decode steps are slow")
+            logger.warning(
+                "no CUDA graphs: attention or experts of this model wait for the GPU here; decode steps are slow"
+            )
         elif cuda is not None and group is not None and group.rank == 0 and not config.enforce_eager:
             logger.warning("no CUDA graphs: sampling on one of several ranks is not captured; decode steps are slow")
         # Where prompts are computed whole, a step may have the longest one beside every decode.

@@ -15,7 +15,10 @@ class MLP:
     """inner: the features between the projections that this rank holds.
 
     group: None leaves the sum over the ranks to whoever uses this.
+    waits: whether it looks at what is on the device, so that no CUDA graph can have it.
     """
+
+    waits = False
 
     def __init__(
         self,

@@ -36,6 +36,12 @@ def rotary_write(tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize
     )
 
 
+def experts_mlp(tokens: int, experts: int, per_token: int, hidden: int, inner: int, itemsize: int) -> Work:
+    """Reads x, and of `experts` that were chosen the gate, up and down matrices; writes y. The rest stays in caches."""
+    matrices = 3 * hidden * inner
+    return Work((2 * tokens * hidden + experts * matrices) * itemsize, 2 * tokens * per_token * matrices)
+
+
 def add_lora(tokens: int, adapters: int, k: int, n: int, parts: int, rank: int, itemsize: int) -> Work:
     """Reads x, y and the matrices of each adapter; writes y."""
     matrices = adapters * rank * (parts * k + n)

@@ -14,7 +14,7 @@ from engine.model_runner import ModelRunner
 from engine.padded_step import is_decode, padded_sizes
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine.build import build_engine
 from tests.fake_cuda import FakeCuda, no_look_at_the_device
 from tests.scripted import LateRunner, drain
@@ -130,6 +130,59 @@ def test_replayed_graphs_give_the_tokens_of_plain_steps(folder: Path, load: str,
     # Rows again, with another's leftovers in them, and prompts that the cache holds whole.
     add(engine, **params)
     assert drain(engine) == expected
+
+
+@pytest.fixture
+def experts_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts as one operation over weights in one piece, by its definition; no layer has a form for CPUs."""
+    monkeypatch.setattr("engine.layers.linear.packs", lambda *_: False)
+    monkeypatch.setattr("kernels.experts.usable", lambda x: True)
+
+
+@pytest.mark.usefixtures("experts_as_on_a_gpu")
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-moe, dense layers", "mixtral"])
+def test_a_decode_with_experts_is_replayed_and_waits_for_nothing(tmp_path: Path, family: str) -> None:
+    folder = tiny_families.write(family, tmp_path / "experts")
+    plain = build_engine(folder, max_num_seqs=7)
+    assert not any(layer.mlp.waits for layer in plain.runner.model.layers)
+    add(plain, **FULL)
+    expected = drain(plain)
+    runner = runner_on(folder, FakeCuda(), capture=True, max_num_seqs=7)  # capture looks at nothing
+    watched = without_looks(runner)
+    engine = Engine(runner, async_scheduling=True)
+    add(engine, **FULL)
+    assert drain(engine) == expected
+    assert len(watched) > 10
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_experts_as_one_operation_give_the_tokens_of_expert_by_expert(
+    tmp_path: Path, family: str, request: pytest.FixtureRequest
+) -> None:
+    folder = tiny_families.write(family, tmp_path / "experts")
+    by_expert = build_engine(folder)
+    assert by_expert.runner.model.layers[-1].mlp.waits
+    add(by_expert, **GREEDY)
+    expected = drain(by_expert)
+    request.getfixturevalue("experts_as_on_a_gpu")
+    engine = build_engine(folder)
+    add(engine, **GREEDY)
+    assert drain(engine) == expected
+
+
+def without_looks(runner: ModelRunner) -> list[StepPlan]:
+    """Fail when launching a decode looks at the device; returns the decodes that were launched."""
+    launch, watched = runner.launch, []
+
+    def watch(plan: StepPlan) -> object:
+        if not is_decode(plan):
+            return launch(plan)
+        watched.append(plan)
+        with no_look_at_the_device():
+            return launch(plan)
+
+    runner.launch = watch
+    return watched
 
 
 def test_capture_warms_up_first_and_goes_from_large_to_small(folder: Path) -> None:

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from kernels import activation, bitmask, gpu, rms_norm, sampler
+from kernels import activation, bitmask, experts, gpu, rms_norm, sampler
 from kernels.attention import HeadNorms, select_backend
 from kernels.attention.backend import FP8
 from kernels.attention.flash_backend import Flash2Backend, Flash3Backend
@@ -144,6 +144,23 @@ def test_flash_attention_where_it_is_installed(rng, kind, decode):
 def test_the_choice_for_this_card_is_not_the_slow_one():
     assert select_backend("cuda", torch.float16, 128).name != "torch"
     assert kv_formats.kv_format(FP8, card().capability) in (kv_formats.FP8_NATIVE.value, kv_formats.FP8_BITS.value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts(rng, dtype):
+    if card().capability < (8, 0):
+        pytest.skip("this card's experts run one by one")
+    tokens, count, per_token = rng.choice([1, 9, 200]), *rng.choice([(8, 2), (60, 4), (128, 8)])
+    hidden, inner, gelu = rng.choice([256, 576]), rng.choice([96, 768]), rng.random() < 0.5
+    weights, chosen = torch.randn(tokens, count, device="cuda").softmax(-1).topk(per_token)
+    given = (
+        randn(tokens, hidden, dtype=dtype),
+        randn(count, 2 * inner, hidden, dtype=dtype, scale=hidden**-0.5),
+        randn(count, hidden, inner, dtype=dtype, scale=inner**-0.5),
+    )
+    got = experts.experts_mlp(*given, chosen, weights.to(dtype), gelu)
+    exact = experts.reference(*(each.double() for each in given), chosen, weights.to(dtype).double(), gelu)
+    close(got, exact, 10.0 if dtype is torch.float32 else 1.0)  # three products of tf32
 
 
 def test_sampler_draws_the_tokens_of_the_definition(rng):

@@ -12,7 +12,7 @@ from engine.outputs import FinishReason, StepOutput
 from engine.padded_step import is_decode
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU that torch can use", allow_module_level=True)
@@ -56,6 +56,10 @@ def run(
 
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> dict[str, list[int]]:
+    return truth_of(folder)
+
+
+def truth_of(folder: Path) -> dict[str, list[int]]:
     """Greedy tokens of the CPU, up to the first close call of each prompt."""
     engine = build(folder, "cpu", quantization=None)
     tokens, outputs = run(engine, logprobs=2)
@@ -87,6 +91,20 @@ def test_greedy_tokens_are_those_of_the_cpu(folder: Path, truth: dict[str, list[
         assert tokens[name][: len(expected)] == expected
     if "preempts" in condition:
         assert engine.stats().preemptions > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("condition", ["graphs and overlap", "neither", "compiled"])
+def test_a_model_with_experts_has_the_tokens_of_the_cpu(tmp_path: Path, condition: str) -> None:
+    experts = tiny_families.write("qwen3-moe", tmp_path / "experts")
+    expected = truth_of(experts)
+    engine = build(experts, **CONDITIONS[condition])
+    assert isinstance(engine.runner, ModelRunner)
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert (engine.runner.graphs is not None) == ("enforce_eager" not in CONDITIONS[condition])
+    tokens, _ = run(engine)
+    for name, ids in expected.items():
+        assert tokens[name][: len(ids)] == ids
     engine.close()
 
 

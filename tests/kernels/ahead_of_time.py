@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from kernels.attention import AttentionMetadata, HeadNorms
 from kernels.attention.backend import FP8
 from kernels.attention.triton_backend import TritonBackend
-from kernels.gpu import Gpu, activation, logits, lora, norm, sampler
+from kernels.gpu import Gpu, activation, experts, logits, lora, norm, sampler
 from kernels.gpu.attention_tiles import SHARED_MEMORY
 from kernels.lora import LoraTokens, lora_weights
 
@@ -113,7 +113,12 @@ KERNELS = {
     "_logprob_kernel",
     "_lora_low_kernel",
     "_lora_high_kernel",
+    "_sort_kernel",
+    "_gate_up_kernel",
+    "_down_kernel",
 }
+TENSOR_CORES = {"_sort_kernel", "_gate_up_kernel", "_down_kernel"}
+"""Kernels that are used where Triton has tensor cores alone."""
 
 
 def compile_all(capability: tuple[int, int]) -> dict[str, list[Compiled]]:
@@ -154,6 +159,8 @@ def _cases(capability: tuple[int, int]) -> dict[str, Callable[[], object]]:
         return cases
     cases |= {
         "prompt": lambda: _attend(capability, dtype, None, 16, 8, 128, 4, 512, 1024),
+        "experts": lambda: _experts(capability, dtype, 64),
+        "experts prompt": lambda: _experts(capability, dtype, 8192),
         "prompt 256 window cap": lambda: _attend(capability, dtype, None, 8, 4, 256, 16, 512, 1024, 512, 50.0),
     }
     if capability in ((8, 6), (8, 9), (9, 0)):  # fp8 by whole numbers, and natively
@@ -165,6 +172,7 @@ def _cases(capability: tuple[int, int]) -> dict[str, Callable[[], object]]:
         cases |= {
             "decode 256": lambda: _attend(capability, dtype, None, 8, 4, 256, 256, 1, 1024),
             "prompt float32": lambda: _attend(capability, FP32, None, 16, 8, 64, 4, 512, 1024),
+            "experts float32": lambda: _experts(capability, FP32, 64),
         }
     if capability == (9, 0):
         cases |= {
@@ -186,6 +194,13 @@ def _add_lora(dtype: torch.dtype, rank: int, parts: tuple[int, ...]) -> None:
     weights = lora_weights(2, rank, 2048, parts, dtype=dtype, device=torch.device("cpu"))
     tokens = LoraTokens(torch.zeros(20, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32))
     lora.add_lora(torch.zeros(20, sum(parts), dtype=dtype), torch.zeros(20, 2048, dtype=dtype), weights, tokens)
+
+
+def _experts(capability: tuple[int, int], dtype: torch.dtype, tokens: int) -> None:
+    gate_up, down = torch.zeros(64, 2 * 768, 2048, dtype=dtype), torch.zeros(64, 2048, 768, dtype=dtype)
+    chosen, weights = torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8, dtype=dtype)
+    x = torch.zeros(tokens, 2048, dtype=dtype)
+    experts.experts_mlp(x, gate_up, down, chosen, weights, False, Gpu(capability, 100))
 
 
 def _sample() -> None:

@@ -24,7 +24,8 @@ def compiled():
 def test_kernels_compile_without_spills_and_fit_the_card(compiled, capability):
     limit = ahead_of_time.shared_memory(capability)
     cases = compiled[capability]
-    assert {kernel.name for kernels in cases.values() for kernel in kernels} == ahead_of_time.KERNELS
+    claimed = ahead_of_time.KERNELS if capability >= (8, 0) else ahead_of_time.KERNELS - ahead_of_time.TENSOR_CORES
+    assert {kernel.name for kernels in cases.values() for kernel in kernels} == claimed
     for case, kernels in cases.items():
         for kernel in kernels:
             assert kernel.stack == 0, (case, kernel.name, kernel.stack)

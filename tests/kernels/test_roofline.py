@@ -19,6 +19,11 @@ def test_adapters_are_read_once_each_however_many_tokens_have_them():
     assert roofline.add_lora(10, 2, 8, 6, 2, 4, 2) == Work((10 * 20 + 2 * 4 * 22) * 2, 2 * 10 * 4 * 22)
 
 
+def test_the_matrices_of_chosen_experts_are_read_once():
+    # 4 tokens of 8 in and out, 3 experts of 3 matrices of 8 x 6, 2 of them for each token.
+    assert roofline.experts_mlp(4, 3, 2, 8, 6, 2) == Work((64 + 3 * 144) * 2, 2 * 4 * 2 * 144)
+
+
 def test_a_decode_reads_its_context_and_a_prompt_reads_itself_once():
     # 10 tokens of 128 bytes, and q and out: 4 heads of 16 in 2 bytes.
     assert roofline.attention([10], [1], 4, 16, 2, 128) == Work(10 * 128 + 256, 4 * 10 * 64)
