@@ -66,6 +66,7 @@ def _engine_series(engines: Sequence[EngineStats]) -> list[Series]:
         ("nanoserve:live_slots_used", "gauge", "KV slots in live blocks with a token.", total("slots_used")),
         ("nanoserve:swap_out_bytes_total", "counter", "CPU-GPU bytes: KV copied to the host.", total("swap_out_bytes")),
         ("nanoserve:swap_in_bytes_total", "counter", "CPU-GPU bytes: KV copied back.", total("swap_in_bytes")),
+        ("nanoserve:adapter_loads_total", "counter", "LoRA adapters brought to a device.", total("adapter_loads")),
         ("nanoserve:steps_total", "counter", "Engine steps.", total("steps")),
         ("nanoserve:engine_replicas", "gauge", "Engine replicas that answered.", len(engines)),
         ("nanoserve:waiting_tokens", "gauge", "Tokens of those that wait in the engines.", total("waiting_tokens")),

@@ -14,6 +14,10 @@ MAX_SKIPPED = 16
 """Waiting requests passed over in one step because their next block is being computed by another."""
 
 
+MAX_WITHOUT_SLOT = 64
+"""Waiting requests passed over in one step because there is no slot for their adapter."""
+
+
 class Admission:
     """num_prompt_tokens: of requests that have started; num_cached_prompt_tokens: of these, found in the cache.
 
@@ -43,11 +47,19 @@ class Admission:
         size = self._batch.block_size
         new_rows, new_counts = [], []
         skipped: list[Entry[Request]] = []
+        without_slot: list[Entry[Request]] = []
         while self._batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
             entry = self._waiting.pop()
             if entry is None:
                 break
             request = entry.item
+            # Once one waits for a slot, so do all behind it that have an adapter: or those that come for the adapters
+            # in the slots would keep it waiting for ever.
+            if request.adapter is not None and (without_slot or not self.has_slot(request)):
+                without_slot.append(entry)
+                if len(without_slot) == MAX_WITHOUT_SLOT:
+                    break
+                continue
             scored = request.prompt_logprobs is not None  # so each of its tokens must be computed
             hits = [] if scored else self._blocks.lookup(request.hashes)
             total = len(request.token_ids)
@@ -71,12 +83,18 @@ class Admission:
                 assert self._swap is not None
                 self._swap.bring_back(request, len(hits))
             computing.update(request.hashes[len(hits) : (start + count) // size])
-        for entry in skipped:
+        for entry in (*without_slot, *skipped):
             self._waiting.put_back(entry)
         return new_rows, new_counts
 
+    def has_slot(self, request: Request) -> bool:
+        """Whether there is a place on the device for its adapter, if it has one."""
+        return request.adapter is None or self._running.adapters.has_room(request.adapter)
+
     def lacks_room(self, request: Request) -> bool:
-        """Whether a request waits for a row or for blocks."""
+        """Whether a request waits for a row or for blocks, and for nothing else."""
+        if not self.has_slot(request):
+            return False
         if not self._batch.num_free_rows:
             return True
         hits = [] if request.prompt_logprobs is not None else self._blocks.lookup(request.hashes)

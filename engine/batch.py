@@ -29,6 +29,7 @@ class Batch:
     stop_ids: [R, K] ids that end the request, filled up with -1.
     block_table: [R, max_blocks] and num_blocks [R].
     num_hashes: [R] full blocks whose digests are known.
+    adapter_slots: [R] int32, where the device has the request's adapter, -1 without one.
     temperature, top_p, min_p: [R] float32; top_k: [R] int32, 0 for all; seed: [R] int64.
     extras: what only some rows need.
     """
@@ -52,6 +53,8 @@ class Batch:
         self.block_table = np.zeros((rows, self.max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_hashes = np.zeros(rows, dtype=np.int32)
+        self.adapter_slots = np.full(rows, -1, dtype=np.int32)
+        self.num_adapted = 0
         self.temperature = np.zeros(rows, dtype=np.float32)
         self.top_p = np.ones(rows, dtype=np.float32)
         self.min_p = np.zeros(rows, dtype=np.float32)
@@ -100,6 +103,11 @@ class Batch:
         self.extras.add(row, request)
         return row
 
+    def adapt(self, row: int, slot: int) -> None:
+        """The row's request has its adapter in `slot`."""
+        self.adapter_slots[row] = slot
+        self.num_adapted += 1
+
     def remove(self, request: Request) -> None:
         """Take the request's tokens back out of its row and free the row, which no launched step may name."""
         row = request.row
@@ -111,6 +119,9 @@ class Batch:
         self.request_ids[row] = ""
         self.num_tokens[row] = self.num_known[row] = self.num_computed[row] = 0
         self.alive[row] = False
+        if request.adapter is not None:
+            self.adapter_slots[row] = -1
+            self.num_adapted -= 1
         self._free_rows.append(row)
 
     def _count(self, request: Request, by: int) -> None:

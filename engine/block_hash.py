@@ -12,13 +12,21 @@ DIGEST_BYTES = 16
 """128 bits of a cryptographic hash: a collision would hand one user's KV to another."""
 
 
-def root_hash(salt: str | None = None) -> bytes:
-    """The parent of a first block. Requests with different salts share no blocks."""
-    return blake2b((salt or "").encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"root").digest()
+def root_hash(salt: str | None = None, adapter: str = "") -> bytes:
+    """The parent of a first block. Requests with different salts share no blocks, nor do those with different adapters.
+
+    adapter: the digest of its files (`engine.lora.adapter.Adapter`), in hexadecimal; none for the model as it is.
+    """
+    data, key = (salt or "").encode("utf-8", "surrogatepass"), bytes.fromhex(adapter)
+    return blake2b(data, digest_size=DIGEST_BYTES, key=key, person=b"root").digest()
 
 
 def block_hashes(
-    token_ids: Sequence[int], block_size: int, salt: str | None = None, parent: bytes | None = None
+    token_ids: Sequence[int],
+    block_size: int,
+    salt: str | None = None,
+    parent: bytes | None = None,
+    adapter: str = "",
 ) -> list[bytes]:
     """Digest of each full block of `token_ids`, in order; a last block that is not full has none.
 
@@ -27,7 +35,7 @@ def block_hashes(
     ids = array("i", token_ids)
     if byteorder == "big":
         ids.byteswap()
-    return chain(ids.tobytes(), block_size, root_hash(salt) if parent is None else parent)
+    return chain(ids.tobytes(), block_size, root_hash(salt, adapter) if parent is None else parent)
 
 
 def chain(data: bytes, block_size: int, parent: bytes) -> list[bytes]:

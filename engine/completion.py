@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.detokenizer import Detokenizer
 from engine.outputs import Finished, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.token_text import TokenTexts
 from engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.lora.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +118,13 @@ class Completion:
 
 @dataclass(slots=True)
 class PromptJob:
-    """A prompt on its way, with its n sequences. prompt: None when it came as token ids."""
+    """A prompt on its way, with its n sequences. prompt: None when it came as token ids. adapter: of its request."""
 
     request_id: str
     prompt: str | None
     prompt_ids: list[int]
     completions: list[Completion]
+    adapter: "Adapter | None" = None
 
     @property
     def finished(self) -> bool:

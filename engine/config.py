@@ -46,6 +46,10 @@ class EngineConfig:
         is a share of the cores of its host.
     tensor_parallel_size: ranks that share each layer's weights and compute it together.
     shard_timeout_s: seconds that a rank may take for a step, or say nothing, before the engine counts as lost.
+    enable_lora: requests may come with adapters (docs/lora.md).
+    max_loras: adapters that a batch may have; each takes memory of the device, as much as max_lora_rank needs.
+    max_lora_rank: highest rank of an adapter.
+    max_cpu_loras: adapters that the host keeps, those of max_loras among them; by default as many.
 
     Raises `ConfigError` naming the setting, what was given and what is allowed.
     """
@@ -75,6 +79,10 @@ class EngineConfig:
     shard_timeout_s: float = 30.0
     trust_remote_code: bool = False
     generation_config: Literal["auto", "vllm"] = "auto"
+    enable_lora: bool = False
+    max_loras: int = 4
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs",
@@ -84,8 +92,18 @@ class EngineConfig:
                 _at_least(name, value, 2 if name == "max_model_len" else 1)
         for name in ("block_size", "num_threads"):
             _at_least(name, getattr(self, name), 0)
-        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        for name, most in (("max_num_seqs", 65_536), ("num_threads", 1024), ("tensor_parallel_size", 1024)):
+        for name in ("tensor_parallel_size", "max_loras", "max_lora_rank"):
+            _at_least(name, getattr(self, name), 1)
+        if self.max_cpu_loras is not None:
+            _at_least("max_cpu_loras", self.max_cpu_loras, self.max_loras)
+        if self.enable_lora is True and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "enable_lora is for tensor_parallel_size 1: adapters are not cut into shares as weights are"
+            )
+        for name, most in (
+            ("max_num_seqs", 65_536), ("num_threads", 1024), ("tensor_parallel_size", 1024), ("max_loras", 1024),
+            ("max_lora_rank", 512),
+        ):  # fmt: skip
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -96,6 +114,7 @@ class EngineConfig:
             "enforce_eager",
             "compilation",
             "trust_remote_code",
+            "enable_lora",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")

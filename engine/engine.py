@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from engine.grammar import Grammar, GrammarCompiler
 from engine.grammar_vocabulary import Vocabulary, grammar_vocabulary
+from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, Finished, StepOutput
 from engine.request import Request
 from engine.runner import Runner
@@ -21,6 +22,10 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sharding import StartShards, start_installed_shards
 from engine.step import StepPlan
+
+if TYPE_CHECKING:
+    from engine.lora.adapter import Adapter
+    from engine.lora.cache import AdapterCache
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +61,11 @@ class Engine:
         enable_prefix_caching: bool = True,
         async_scheduling: bool = False,
         read_vocabulary: Callable[[], Vocabulary] | None = None,
+        adapters: "AdapterCache | None" = None,
     ) -> None:
         self.runner = runner
         self._grammars = None if read_vocabulary is None else GrammarCompiler(read_vocabulary)
+        self._adapters = adapters
         self._depth = 2 if async_scheduling else 1
         self._launched: deque[tuple[StepPlan, Any]] = deque()  # with their tickets, or what went wrong in the launch
         info = runner.info
@@ -85,6 +92,7 @@ class Engine:
             enable_chunked_prefill=enable_chunked_prefill,
             enable_prefix_caching=enable_prefix_caching,
             swap=info.swap,
+            max_loras=info.max_loras,
         )
         self.info = EngineInfo(
             model_path=model_path,
@@ -110,12 +118,14 @@ class Engine:
 
         path = resolve_model(config.model)
         runner: Runner
+        adapters = None
         if config.tensor_parallel_size > 1:
             runner = start_shards(config)
         else:
             from engine.model_runner import ModelRunner
 
-            runner = ModelRunner.from_config(config, path)
+            runner = one = ModelRunner.from_config(config, path)
+            adapters = one.adapter_cache
 
         def read_vocabulary() -> Vocabulary:
             return grammar_vocabulary(load_tokenizer(path, config.trust_remote_code), runner.info.vocab_size)
@@ -129,6 +139,7 @@ class Engine:
             enable_chunked_prefill=config.enable_chunked_prefill,
             enable_prefix_caching=config.enable_prefix_caching,
             read_vocabulary=read_vocabulary,
+            adapters=adapters,
         )
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, output_ids: Sequence[int] = ()) -> None:
@@ -182,6 +193,15 @@ class Engine:
             return None
         return self._grammars.compile(params.structured_outputs)
 
+    def load_adapter(self, request: LoRARequest) -> "Adapter":
+        """The adapter for `add_request`, read now if it is not on the host. Thread-safe.
+
+        Raises `AdapterError`; `InvalidRequestError` if this engine takes no adapters.
+        """
+        if self._adapters is None:
+            raise InvalidRequestError("This engine takes no adapters: start it with enable_lora.", "lora_request")
+        return self._adapters.get(request)
+
     def add_request(
         self,
         request_id: str,
@@ -194,6 +214,7 @@ class Engine:
         is_batch: bool = False,
         block_hashes: list[bytes] | None = None,
         cache_salt: str | None = None,
+        adapter: "Adapter | None" = None,
     ) -> None:
         """Queue a request.
 
@@ -203,6 +224,7 @@ class Engine:
         tenant: whose request it is; tenants get equal shares of what they compete for.
         is_batch: run it only where no other request wants to.
         block_hashes: `engine.block_hash.block_hashes` of the prompt, if the caller has them.
+        adapter: of `load_adapter`; block_hashes are of that too.
         max_tokens is clamped to what the context leaves. Raises as `check` does.
         """
         self.check(prompt_ids, params, output_ids)
@@ -227,6 +249,7 @@ class Engine:
                 is_batch=is_batch,
                 salt=cache_salt,
                 matcher=matcher,
+                adapter=adapter,
                 hashes=None if block_hashes is None else block_hashes[: len(prompt_ids) // self.info.block_size],
             )
         )
@@ -347,6 +370,7 @@ class Engine:
             steps=self._steps,
             swap_out_bytes=0 if scheduler.swap is None else scheduler.swap.bytes_out,
             swap_in_bytes=0 if scheduler.swap is None else scheduler.swap.bytes_in,
+            adapter_loads=scheduler.adapters.num_loads,
             slots_used=scheduler.slots_used(),
         )
 

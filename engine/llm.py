@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.generation_config import default_sampling
+from engine.lora.request import LoRARequest
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams, children
 from engine.token_text import TokenTexts
@@ -63,10 +64,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete the prompts; the results are in their order.
 
-        sampling_params: one for all prompts, or one for each; None samples as the model's makers say. Raises
+        sampling_params: one for all prompts, or one for each; None samples as the model's makers say.
+        lora_request: the adapter of all prompts, or one for each, None for the model as it is.
+        Raises
         `InvalidRequestError`, which names the prompt by its index, before anything has started; a prompt that is
         too long is a `ContextLengthError`. An interrupt or a fault on the way ends all requests of this call.
         """
@@ -74,7 +79,7 @@ class LLM:
         for index, prompt in enumerate(_listed(prompts)):
             with _naming(f"prompts[{index}]"):
                 jobs.append(self._read(prompt))
-        return self._run("prompts", jobs, sampling_params, use_tqdm)
+        return self._run("prompts", jobs, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -86,6 +91,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one chat or a list of chats, formatted by the model's template; otherwise as `generate`.
 
@@ -102,7 +108,7 @@ class LLM:
                     **(chat_template_kwargs or {}),
                 )
             jobs.append((self.tokenizer.decode(ids, skip_special_tokens=False), ids))
-        return self._run("messages", jobs, sampling_params, use_tqdm)
+        return self._run("messages", jobs, sampling_params, use_tqdm, lora_request)
 
     def close(self) -> None:
         """Free the model's memory; idempotent. Prompts after it raise `EngineDeadError`."""
@@ -132,21 +138,28 @@ class LLM:
         jobs: Sequence[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         if self._closed:
             raise EngineDeadError("this LLM has been closed: make a new one")
         prompts = []
         params = self._default_params if sampling_params is None else sampling_params
-        for index, ((text, ids), param) in enumerate(zip(jobs, _one_each(params, len(jobs)), strict=True)):
+        each_params = _one_each("sampling_params", params, SamplingParams, len(jobs))
+        each_lora: list[LoRARequest | None] = [None] * len(jobs)
+        if lora_request is not None:
+            each_lora = _one_each("lora_request", lora_request, LoRARequest | None, len(jobs))
+        for index, ((text, ids), param, lora) in enumerate(zip(jobs, each_params, each_lora, strict=True)):
             with _naming(f"{name}[{index}]"):
-                prompts.append(self._prepare(text, ids, param))
+                prompts.append(self._prepare(text, ids, param, lora))
         running: dict[str, tuple[PromptJob, Completion]] = {}
         with _Progress(len(prompts), use_tqdm) as progress, _interrupted_between_steps() as raise_if_interrupted:
             try:
                 for prompt in prompts:
                     for completion in prompt.completions:
                         running[completion.request_id] = prompt, completion
-                        self.engine.add_request(completion.request_id, prompt.prompt_ids, completion.params)
+                        self.engine.add_request(
+                            completion.request_id, prompt.prompt_ids, completion.params, adapter=prompt.adapter
+                        )
                 while self.engine.has_work():
                     for prompt in self._commit(self.engine.step(), running):
                         progress.add(len(prompt.prompt_ids), sum(len(c.token_ids) for c in prompt.completions))
@@ -157,15 +170,16 @@ class LLM:
                 self.engine.drain()
         return [prompt.result(self._token_texts) for prompt in prompts]
 
-    def _prepare(self, text: str | None, ids: list[int], params: SamplingParams) -> PromptJob:
+    def _prepare(self, text: str | None, ids: list[int], params: SamplingParams, lora: LoRARequest | None) -> PromptJob:
         """A prompt and its n sequences. Raises `InvalidRequestError` for what could never run."""
         params = expand(params, lambda word: self.tokenizer.encode(word, add_special_tokens=False))
         each = children(params)
         self.engine.check(ids, each[0])
+        adapter = None if lora is None else self.engine.load_adapter(lora)
         name = str(next(self._ids))
         names = [name] if len(each) == 1 else [f"{name}-{i}" for i in range(len(each))]
         completions = [Completion(names[i], i, child, self.tokenizer) for i, child in enumerate(each)]
-        return PromptJob(name, text, ids, completions)
+        return PromptJob(name, text, ids, completions, adapter)
 
     def _commit(self, output: StepOutput, running: dict[str, tuple[PromptJob, Completion]]) -> list[PromptJob]:
         """Give a step's tokens to their sequences, and take those that ended out of `running`; returns the prompts that
@@ -245,20 +259,18 @@ def _turns(chat: Any) -> list[dict[str, Any]]:
     return [dict(message) for message in chat]
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(param, SamplingParams) for param in params):
+def _one_each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
+    """A value of a kind for each prompt, where one is given for all or a list of them."""
+    if isinstance(given, kind):
+        return [given] * count
+    if not isinstance(given, Sequence) or not all(isinstance(one, kind) for one in given):
+        wanted = "SamplingParams" if kind is SamplingParams else "LoRARequest"
+        raise InvalidRequestError(f"{name} takes {wanted}, one or a list of them, not {type(given).__name__}.", name)
+    if len(given) != count:
         raise InvalidRequestError(
-            f"sampling_params takes SamplingParams, one or a list of them, not {type(params).__name__}.",
-            "sampling_params",
+            f"{name} has {len(given)} entries for {count} prompts: give one for all, or one for each.", name
         )
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"sampling_params has {len(params)} entries for {count} prompts: give one for all, or one for each.",
-            "sampling_params",
-        )
-    return list(params)
+    return list(given)
 
 
 @contextmanager

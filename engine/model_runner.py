@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,9 @@ from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, 
 from engine.errors import ConfigError
 from engine.graph_runner import GraphRunner
 from engine.loader import load_weights, random_weights
+from engine.lora.adapter import read_adapter
+from engine.lora.cache import AdapterCache
+from engine.lora.layers import ModelAdapters
 from engine.memory import GIB, GpuMemory, num_kv_blocks, out_of_memory
 from engine.model_config import load_model_config
 from engine.models.decoder import Decoder
@@ -26,7 +30,7 @@ from engine.precision import choose_device, choose_precision
 from engine.runner import RunnerInfo, SwapInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
 from engine.shared_sampling import follower_plan, sample_together, score_together
-from engine.step import Logprobs, SamplingMode, StepPlan, StepResult
+from engine.step import Logprobs, SamplingMode, StepAdapters, StepPlan, StepResult
 from engine.step_inputs import DeviceRows, SampleInputs
 from engine.trial import measure_memory, seconds_per_token, trial_plan, warm_up_plans
 from kernels.attention import AttentionBackend, select_backend
@@ -49,6 +53,7 @@ class ModelRunner:
     Of a model that ranks share, every rank runs the same plans. The results of rank 0 are the step's; the others have
     its tokens, but no log probabilities.
 
+    adapters: what the model's layers add to their weights, if it takes adapters.
     cuda: `torch.cuda` or a stand-in for it, through which copies run beside the host; None: the device is the host.
     """
 
@@ -61,8 +66,11 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         cuda: Any = None,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         self.info = info
+        self.adapters = adapters
+        self.adapter_cache: AdapterCache | None = None
         self.model = model
         self.group = model.group
         self._follows = self.group is not None and self.group.rank > 0
@@ -119,6 +127,8 @@ class ModelRunner:
             raise ConfigError("compilation is for a GPU: on a CPU the C++ kernels are faster")
         if config.compilation and group is not None:
             raise ConfigError("compilation is for a model on one GPU: leave it off, or tensor_parallel_size at 1")
+        if config.compilation and config.enable_lora:
+            raise ConfigError("compilation and enable_lora cannot be had together: set one of them")
         max_model_len = config.max_model_len or model_config.max_position_embeddings
         if max_model_len > model_config.max_position_embeddings:
             raise ConfigError(
@@ -147,6 +157,9 @@ class ModelRunner:
             random_weights(model.targets(), config.seed)
         else:
             load_weights(model.targets(), path, model_config)
+        adapters = None
+        if config.enable_lora:
+            adapters = ModelAdapters(model, config.max_loras, config.max_lora_rank, dtype=dtype, device=device)
         max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
         budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
         layer_bytes = backend.kv_token_bytes(model.shares.kv_heads.size, model_config.head_dim, dtype)
@@ -161,6 +174,7 @@ class ModelRunner:
             eos_token_ids=model_config.eos_token_ids,
             device=str(device),
             dtype=str(precision),
+            max_loras=config.max_loras if config.enable_lora else 0,
         )
         cuda = torch.cuda if device.type == "cuda" else None
         # What looks at the device cannot be captured: torch's attention at lengths, and experts without a kernel of
@@ -176,7 +190,7 @@ class ModelRunner:
         # Where prompts are computed whole, a step may have the longest one beside every decode.
         most = budget if config.enable_chunked_prefill else max(budget, max_model_len + max_num_seqs)
         largest = replace(info, max_num_batched_tokens=most)
-        gpu = None if cuda is None else cls._measure(model, backend, largest, dtype=dtype, device=device)
+        gpu = None if cuda is None else cls._measure(model, backend, largest, adapters, dtype=dtype, device=device)
         num_graphs = len(padded_sizes(max_num_seqs)) * (1 + len(SamplingMode)) if capture else 0
         num_blocks = num_kv_blocks(
             config, gpu, num_graphs, token_bytes * block_size, 1 if group is None else group.local_size
@@ -195,7 +209,16 @@ class ModelRunner:
             num_blocks,
             num_blocks * block_size * token_bytes / GIB,
         )
-        runner = cls(model, backend, info, dtype=dtype, device=device, cuda=cuda)
+        runner = cls(model, backend, info, dtype=dtype, device=device, cuda=cuda, adapters=adapters)
+        if adapters is not None:
+            read = partial(
+                read_adapter,
+                targets=adapters.targets,
+                config=model_config,
+                max_rank=config.max_lora_rank,
+                dtype=dtype,
+            )
+            runner.adapter_cache = AdapterCache(read, config.max_cpu_loras or config.max_loras)
         if config.compilation:
             runner.compile_forward()
         if config.swap_space:
@@ -208,10 +231,17 @@ class ModelRunner:
 
     @classmethod
     def _measure(
-        cls, model: Decoder, backend: AttentionBackend, info: RunnerInfo, *, dtype: torch.dtype, device: torch.device
+        cls,
+        model: Decoder,
+        backend: AttentionBackend,
+        info: RunnerInfo,
+        adapters: ModelAdapters | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> GpuMemory:
         """What steps take, with a cache of one block."""
-        trial = cls(model, backend, info, dtype=dtype, device=device, cuda=torch.cuda)
+        trial = cls(model, backend, info, dtype=dtype, device=device, cuda=torch.cuda, adapters=adapters)
         try:
             return measure_memory(trial, info, device)
         except torch.OutOfMemoryError as error:
@@ -262,6 +292,8 @@ class ModelRunner:
             if plan.copies is not None:
                 assert self.host_blocks is not None
                 self.host_blocks.copy(plan.copies)
+            if plan.adapters is not None:
+                return self._launch_adapted(plan, plan.adapters)
             if self.padded is not None and is_decode(plan):
                 return self._launch_decode(plan, self.padded)
             return self._launch(plan)
@@ -274,6 +306,14 @@ class ModelRunner:
         inputs = self.rows.inputs(plan)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self.caches, inputs.metadata)
         return self._sample(plan, hidden, inputs.sample_at, inputs.sampling)
+
+    def _launch_adapted(self, plan: StepPlan, adapters: StepAdapters) -> Ticket:
+        assert self.adapters is not None
+        self.adapters.begin(plan, adapters, self.rows.upload)
+        try:
+            return self._launch(plan)
+        finally:
+            self.adapters.end()
 
     def _launch_decode(self, plan: StepPlan, padded: PaddedStep) -> Ticket:
         size = padded.fill(plan)
@@ -322,7 +362,7 @@ class ModelRunner:
             self.graphs.close()
         if self.host_blocks is not None:
             self.host_blocks.close()
-        self.graphs = self.padded = self.host_blocks = None
+        self.graphs = self.padded = self.host_blocks = self.adapters = None
         self.caches = []
         self.__dict__.pop("model", None)
         if self.group is not None:

@@ -73,6 +73,7 @@ class EngineStats:
     waiting_tokens: to compute of the requests that wait, if the prefix cache has nothing of them. queue_age_s: how long
         the first of them has waited, when the statistics were taken.
     swap_out_bytes, swap_in_bytes: KV copied to the host, and back.
+    adapter_loads: LoRA adapters that were brought to slots of the device.
     """
 
     num_running: int
@@ -92,3 +93,4 @@ class EngineStats:
     queue_age_s: float = 0.0
     swap_out_bytes: int = 0
     swap_in_bytes: int = 0
+    adapter_loads: int = 0

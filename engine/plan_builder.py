@@ -3,7 +3,8 @@
 import numpy as np
 
 from engine.batch import PENDING, Batch
-from engine.step import NO_UPDATES, BlockCopies, BlockUpdates, Ints, RowParams, SamplingMode, StepPlan
+from engine.lora.slots import AdapterSlots
+from engine.step import NO_UPDATES, BlockCopies, BlockUpdates, Ints, RowParams, SamplingMode, StepAdapters, StepPlan
 
 
 class PlanBuilder:
@@ -12,8 +13,9 @@ class PlanBuilder:
     repeats: whether the last plan was one more decode of all the rows that the plan before it decoded.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, adapters: AdapterSlots) -> None:
         self._batch = batch
+        self._adapters = adapters
         self._arange = np.arange(len(batch.num_tokens) + 1, dtype=np.int32)
         self.repeats = False
         # What a step of decodes has in common with the next one of the same rows: the very same arrays.
@@ -105,6 +107,7 @@ class PlanBuilder:
             if batch.extras.num_users
             else None,
             copies=self._block_copies() if self._copies_out or self._copies_in else None,
+            adapters=StepAdapters(batch.adapter_slots[rows], self._adapters.loads()) if batch.num_adapted else None,
         )
 
     def _block_copies(self) -> BlockCopies:

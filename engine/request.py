@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,9 @@ from engine.block_hash import chain, root_hash
 from engine.grammar import Matcher
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.lora.adapter import Adapter
 
 
 class Status(Enum):
@@ -35,6 +39,7 @@ class Request:
         of one that is not known yet.
     matcher: where its output stands in the grammar it must follow, by all tokens that are known; None without one.
     has_extras: whether it needs anything of `ExtraRows`.
+    adapter: what is added to the model for it, or None.
     hashes: digests of its full blocks as far as they have been computed.
     blocks: the KV blocks it holds, in order.
     num_charged: while it runs, how many of its tokens its tenant has been charged for.
@@ -42,6 +47,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "bad_sequences",
         "blocks",
@@ -87,6 +93,7 @@ class Request:
         salt: str | None = None,
         hashes: list[bytes] | None = None,
         matcher: Matcher | None = None,
+        adapter: "Adapter | None" = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids: NDArray[np.int32] = np.array([*prompt_ids, *output_ids], dtype=np.int32)
@@ -99,6 +106,7 @@ class Request:
         self.tenant = tenant
         self.is_batch = is_batch
         self.salt = salt
+        self.adapter = adapter
         self.arrival = 0
         self.rank = 0.0
         self.waits_since = 0.0
@@ -138,5 +146,8 @@ class Request:
         start = len(self.hashes)
         if start < num_blocks:
             data = token_ids[start * block_size : num_blocks * block_size]
-            parent = self.hashes[-1] if start else root_hash(self.salt)
+            parent = self.hashes[-1] if start else self._root_hash()
             self.hashes += chain(data.astype("<i4", copy=False).tobytes(), block_size, parent)
+
+    def _root_hash(self) -> bytes:
+        return root_hash(self.salt, "" if self.adapter is None else self.adapter.digest)

@@ -21,7 +21,10 @@ class SwapInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the scheduler must know of the runner. Lengths in tokens."""
+    """What the scheduler must know of the runner. Lengths in tokens.
+
+    max_loras: adapters that a batch may have; 0 if the runner takes none.
+    """
 
     num_blocks: int
     block_size: int
@@ -33,6 +36,7 @@ class RunnerInfo:
     device: str
     dtype: str
     swap: SwapInfo | None = None
+    max_loras: int = 0
 
 
 class Runner(Protocol):

@@ -5,6 +5,7 @@ import numpy as np
 from engine.batch import Batch
 from engine.block_hash import child
 from engine.block_manager import BlockManager
+from engine.lora.slots import AdapterSlots
 from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
 from engine.step import Ints
@@ -13,11 +14,12 @@ from engine.step import Ints
 class Running:
     """requests: in order of admission. order: their rows; None when the list has changed since `rows` was called.
     num_batch: how many of them are of the batch class. by_tenant: how many of each tenant, where that is not 0.
+    adapters: where those of them are that have one.
 
     What changes goes into `plans`, for the next plan to carry.
     """
 
-    def __init__(self, batch: Batch, blocks: BlockManager, plans: PlanBuilder) -> None:
+    def __init__(self, batch: Batch, blocks: BlockManager, plans: PlanBuilder, adapters: AdapterSlots) -> None:
         self.requests: list[Request] = []
         self.order: Ints | None = None
         self.num_batch = 0
@@ -25,6 +27,7 @@ class Running:
         self._batch = batch
         self._blocks = blocks
         self._plans = plans
+        self.adapters = adapters
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -38,7 +41,10 @@ class Running:
         """Give a request a row, with the blocks `hits` of the prefix cache."""
         request.status = Status.RUNNING
         request.num_charged = len(request.token_ids)
-        self._plans.add_row(self._batch.add(request, num_reused, num_computed))
+        row = self._batch.add(request, num_reused, num_computed)
+        self._plans.add_row(row)
+        if request.adapter is not None:
+            self._batch.adapt(row, self.adapters.take(request.adapter))
         self._blocks.take(hits)
         for block in hits:
             self._hold(request, block)
@@ -74,6 +80,8 @@ class Running:
         """Give back the row and the blocks of a request that was stopped."""
         self._plans.remove_row(request.row)
         self._batch.remove(request)
+        if request.adapter is not None:
+            self.adapters.give_back(request.adapter)
         self._blocks.release(request.blocks)
         request.blocks = []
 

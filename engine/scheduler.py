@@ -26,6 +26,7 @@ from engine.admission import Admission
 from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
 from engine.logprobs import hand_out
+from engine.lora.slots import AdapterSlots
 from engine.outputs import Finished, FinishReason, StepOutput
 from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
@@ -49,6 +50,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
         swap: SwapInfo | None = None,
+        max_loras: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Every running request gets at least one token a step, so no more may run than the budget has tokens.
@@ -59,11 +61,12 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.blocks = BlockManager(num_blocks, enable_prefix_caching)
         self.batch = Batch(self.max_num_seqs, max_total_tokens, block_size)
-        self._plans = PlanBuilder(self.batch)
+        self.adapters = AdapterSlots(max_loras)
+        self._plans = PlanBuilder(self.batch, self.adapters)
         self.swap = None if swap is None else SwapSpace(swap, self.batch, self.blocks, self._plans)
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(clock)
-        self._running = Running(self.batch, self.blocks, self._plans)
+        self._running = Running(self.batch, self.blocks, self._plans, self.adapters)
         self.admission = Admission(self.batch, self.blocks, self.waiting, self._running, self.swap)
         self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
         self._streaks = Streaks(self.batch)
@@ -260,6 +263,7 @@ class Scheduler:
         failed = [self.finish(request_id, FinishReason.ERROR, error=error) for request_id in ids]
         for request in list(self._running.requests):
             self._start_again(request)
+        self.adapters.forget()
         if self.swap is not None:
             for request in self.requests.values():
                 self.swap.forget(request)
@@ -331,7 +335,7 @@ class Scheduler:
     def _who_gives_way(self, budget: int) -> Request | None:
         """A running request whose place the first in the queue should have."""
         first, running = self.waiting.first_ordinary(), self._running
-        if first is None:
+        if first is None or not self.admission.has_slot(first):  # nobody's row or blocks would help it
             return None
         if running.num_batch and (budget <= 0 or self.admission.lacks_room(first)):
             return running.last_in_service()

@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from engine.lora.adapter import Adapter
 
 Ints = NDArray[np.int32]
 
@@ -115,6 +119,14 @@ class BlockCopies:
     in_host: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """slots: [S] where the adapter of each sequence is, -1 without one. loads: what slots are to be given before."""
+
+    slots: Ints
+    loads: "Sequence[tuple[int, Adapter]]" = ()
+
+
 @dataclass(slots=True)
 class StepPlan:
     """S sequences with T tokens in all; K of them end this step with a sampled token. Nobody changes it.
@@ -131,6 +143,7 @@ class StepPlan:
     forbidden: index into K and token id, pairs whose logits are barred (stop tokens before min_tokens, ends of bad
         words).
     copies: None in a step before which nobody was preempted to the host or comes back from there.
+    adapters: None where no running request has one.
     """
 
     rows: Ints
@@ -147,6 +160,7 @@ class StepPlan:
     forbidden: tuple[Ints, Ints] | None = None
     extras: Extras | None = None
     copies: BlockCopies | None = None
+    adapters: StepAdapters | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -9,12 +9,17 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.grammar import Grammar
+from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, Finished, FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.lora.adapter import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,7 @@ class StepLoop:
         is_batch: bool = False,
         block_hashes: list[bytes] | None = None,
         cache_salt: str | None = None,
+        adapter: "Adapter | None" = None,
     ) -> None:
         """Queue a request. Thread-safe; refuses in the caller's thread.
 
@@ -78,6 +84,7 @@ class StepLoop:
                     is_batch=is_batch,
                     block_hashes=block_hashes,
                     cache_salt=cache_salt,
+                    adapter=adapter,
                 )
             except Exception as error:  # one request that cannot be added must not end the others
                 logger.exception("request %s could not be added", request_id)
@@ -101,6 +108,10 @@ class StepLoop:
     def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
         """As `Engine.compile_grammar`: await it before `submit`, or the step thread waits, and all streams with it."""
         return self.engine.compile_grammar(params)
+
+    def load_adapter(self, request: LoRARequest) -> "Adapter":
+        """As `Engine.load_adapter`: files are read in the caller's thread, for milliseconds."""
+        return self.engine.load_adapter(request)
 
     def abort(self, request_id: str) -> None:
         """End a request. Thread-safe, idempotent, and good before the request has arrived."""

@@ -31,7 +31,7 @@ class PlanEncoder:
         before, updates, pending = self._before, plan.block_updates, plan.pending
         same = plan.rows is before[0] and plan.query_start is before[1] and plan.sample is before[2]
         self._before = plan.rows, plan.query_start, plan.sample
-        rare = plan.new_rows, plan.forbidden, plan.extras, plan.copies
+        rare = plan.new_rows, plan.forbidden, plan.extras, plan.copies, plan.adapters
         has_rare = any(part is not None for part in rare)
         head = (
             len(plan.rows), len(plan.token_ids), len(plan.sample), len(updates.rows),
@@ -78,8 +78,8 @@ class PlanDecoder:
             self._before = parts[7], parts[8], parts[9]
         rows, query_start, sample = self._before
         seq_lens, token_ids, positions = parts[:3]
-        new_rows, forbidden, extras, copies = (
-            pickle.loads(memoryview(message)[begin + 4 * count :]) if has_rare else (None, None, None, None)
+        new_rows, forbidden, extras, copies, adapters = (
+            pickle.loads(memoryview(message)[begin + 4 * count :]) if has_rare else (None,) * 5
         )
         return StepPlan(
             rows=rows,
@@ -96,6 +96,7 @@ class PlanDecoder:
             forbidden=forbidden,
             extras=extras,
             copies=copies,
+            adapters=adapters,
         )
 
 

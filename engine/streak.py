@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.batch import PENDING, Batch
 from engine.outputs import StepOutput
-from engine.step import NO_UPDATES, Ints, StepPlan
+from engine.step import NO_UPDATES, Ints, StepAdapters, StepPlan
 
 MAX_ROWS = 16
 """With more sequences than this, one of them is at a block boundary in most steps."""
@@ -27,6 +27,7 @@ class Streak:
         self._seq_lens = last.seq_lens
         self._slots = last.slots
         self._ids: Ints = batch.tokens[last.rows, last.seq_lens]
+        self._adapters = None if last.adapters is None else StepAdapters(last.adapters.slots)
         self._log: list[Ints] = []
         self._request_ids: list[str] = batch.request_ids[last.rows].tolist()
         self.plan: StepPlan | None = None
@@ -63,6 +64,7 @@ class Streak:
             sample=last.sample,
             mode=last.mode,
             block_updates=NO_UPDATES,
+            adapters=self._adapters,
         )
         return self.plan
 

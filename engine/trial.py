@@ -18,6 +18,7 @@ from engine.step import (
     PromptScores,
     RowParams,
     SamplingMode,
+    StepAdapters,
     StepPlan,
     StepResult,
 )
@@ -68,6 +69,11 @@ def trial_plan(info: RunnerInfo, num_tokens: int) -> StepPlan:
     )
 
 
+def with_adapters(plan: StepPlan) -> StepPlan:
+    """The plan with the first slot's adapter for all."""
+    return replace(plan, adapters=StepAdapters(np.zeros_like(plan.rows)))
+
+
 def warm_up_plans(info: RunnerInfo) -> Iterator[StepPlan]:
     """Small steps that take each way through attention and sampling once. They write no KV."""
     for num_tokens in WARM_UP_TOKENS:
@@ -80,6 +86,8 @@ def warm_up_plans(info: RunnerInfo) -> Iterator[StepPlan]:
             if num_tokens < length <= info.max_model_len:
                 yield replace(plan, seq_lens=plan.seq_lens + (length - num_tokens),
                               positions=plan.positions + (length - num_tokens))  # fmt: skip
+    if info.max_loras:
+        yield with_adapters(trial_plan(info, min(64, info.max_num_batched_tokens)))
     num_seqs = min(2, info.max_num_seqs, info.max_num_batched_tokens)
     plan = trial_plan(replace(info, max_num_seqs=num_seqs), num_seqs)
     first, none = np.zeros(1, dtype=np.int32), np.empty(0, dtype=np.int32)
@@ -116,7 +124,8 @@ def measure_memory(runner: _Steps, info: RunnerInfo, device: torch.device, cuda:
         cuda.empty_cache()
         before = cuda.memory_reserved(device)
         cuda.reset_peak_memory_stats(device)
-        runner.collect(runner.launch(trial_plan(info, num_tokens)))
+        plan = trial_plan(info, num_tokens)
+        runner.collect(runner.launch(with_adapters(plan) if info.max_loras else plan))
         peaks.append(cuda.max_memory_reserved(device) - before)
     cuda.synchronize(device)
     cuda.empty_cache()

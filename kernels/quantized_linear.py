@@ -7,6 +7,8 @@ those of each row stay in float32 (after LLM.int8(), Dettmers et al., 2022), whi
 three. Products of a group are added up exactly in whole numbers, groups and then outliers in float32.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +44,16 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     if cpu_ops.usable(x):
         return cpu_ops.quantized_linear(x, weight.data, weight.scale, weight.offset, weight.n, weight.gated, bias)
     return reference(x, weight, bias)
+
+
+def ungated_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """As `quantized_linear`, of a gated weight too without its activation: float32 [..., n], gate columns first."""
+    if not weight.gated:
+        return quantized_linear(x, weight, bias)
+    y = quantized_linear(x, replace(weight, n=len(weight.data) * PANEL, gated=False))
+    halves = y.unflatten(-1, (-1, 2, PANEL)).transpose(-3, -2).flatten(-2)[..., : weight.n // 2]
+    columns: Tensor = halves.flatten(-2)
+    return columns if bias is None else columns + bias
 
 
 def norm_quantized_linear(

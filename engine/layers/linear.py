@@ -19,7 +19,7 @@ from kernels.quantized_weight import QuantizedWeight, quantize_weight
 
 Quantization = Literal["int8"]
 
-_GATES: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_and_mul}
+GATES: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": silu_and_mul, "gelu_tanh": gelu_and_mul}
 
 
 class Linear:
@@ -53,7 +53,7 @@ class Linear:
         self.stored_as = stored_as
         self.quantization = quantization
         # What is left to do after the product: a quantised weight does SwiGLU within it.
-        self._activate = None if gate is None else _GATES[gate]
+        self._activate = None if gate is None else GATES[gate]
         self._device = device
         self._has_bias = bias
         out_features = sum(self.parts.values())

@@ -26,20 +26,24 @@ def translate(weights: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) 
 
     A name that means nothing stays as it is.
     """
-    renames = FAMILIES[config.architecture].renames
     for stored_name, tensor in weights:
-        name = stored_name
-        for prefix, ours in _TEXT_PREFIXES:
-            if name.startswith(prefix):
-                name = ours + name.removeprefix(prefix)
-                break
-        else:
-            if _OTHER_PARTS.match(name):
-                continue
-        if name.endswith(_REDUNDANT) or (config.tie_word_embeddings and name == "lm_head.weight"):
+        name = canonical_name(stored_name, config)
+        if name is None or name.endswith(_REDUNDANT) or (config.tie_word_embeddings and name == "lm_head.weight"):
             continue
-        for theirs, ours in renames.items():
-            name = name.replace(theirs, ours)
         if config.norm_offset and name.endswith("norm.weight") and tensor.is_floating_point():
             tensor = tensor.float() + 1.0
         yield name, tensor
+
+
+def canonical_name(name: str, config: ModelConfig) -> str | None:
+    """A checkpoint's name as `Decoder.targets` has it; None for one of a part that is not text."""
+    for prefix, ours in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            name = ours + name.removeprefix(prefix)
+            break
+    else:
+        if _OTHER_PARTS.match(name):
+            return None
+    for theirs, ours in FAMILIES[config.architecture].renames.items():
+        name = name.replace(theirs, ours)
+    return name

@@ -28,6 +28,11 @@ from engine.sampling_params import SamplingParams
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be true or false"),
         ({"async_scheduling": "no"}, "async_scheduling must be true, false or unset"),
         ({"max_model_length": 3}, "unknown setting max_model_length; known are .*max_model_len"),
+        ({"enable_lora": 1}, "enable_lora must be true or false"),
+        ({"max_loras": 0}, "max_loras must be a whole number of at least 1"),
+        ({"max_lora_rank": 513}, "max_lora_rank must be at most 512"),
+        ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras must be a whole number of at least 4"),
+        ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora is for tensor_parallel_size 1"),
         ({"model": "a", "model_path": "b"}, "model_path and model are one setting"),
     ],
 )

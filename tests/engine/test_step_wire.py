@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.engine import Engine
+from engine.lora.adapter import Adapter
 from engine.sampling_params import SamplingParams
 from engine.step import Logprobs, StepPlan, StepResult
 from engine.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
@@ -56,7 +57,7 @@ class WiredRunner(ShadowRunner):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_engine_computes_the_same_behind_the_wire(asynchronous: bool) -> None:
-    runner = WiredRunner(num_blocks=12, swap=swap_info(8))
+    runner = WiredRunner(num_blocks=12, swap=swap_info(8), max_loras=1)
     engine = Engine(runner, async_scheduling=asynchronous)
     prompts = {f"r{i}": list(range(3 + i, 20 + 2 * i)) for i in range(5)}
     kinds = [
@@ -64,9 +65,10 @@ def test_an_engine_computes_the_same_behind_the_wire(asynchronous: bool) -> None
         {"min_tokens": 20, "stop_token_ids": (5,), "prompt_logprobs": 2},
     ]  # fmt: skip
     for (name, prompt), kind in zip(prompts.items(), kinds, strict=True):
-        engine.add_request(name, prompt, SamplingParams(max_tokens=20, ignore_eos=True, **({"temperature": 0} | kind)))
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **({"temperature": 0} | kind))
+        engine.add_request(name, prompt, params, adapter=None if kind else Adapter("ab", {}))
     assert drain(engine) == {name: shadow_continuation(prompt, 20, 384) for name, prompt in prompts.items()}
-    wanted = {"new_rows", "forbidden", "extras", "copies"} | ({"pending"} if asynchronous else set())
+    wanted = {"new_rows", "forbidden", "extras", "copies", "adapters"} | ({"pending"} if asynchronous else set())
     assert wanted <= runner.seen
 
 
