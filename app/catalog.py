@@ -1,19 +1,31 @@
-"""The models behind one door: which of them a request is for."""
+"""The models behind one door, and their adapters: which of them a request is for."""
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from app.adapters import AdapterChange, Tell
+from app.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.errors import ApiError, EngineFault
 from app.openai.responses import Body
 from app.scrape import ModelStats, Scrape
 from app.service import Service
 
+_LISTED = 10
+
+
+async def _nobody_else(_: AdapterChange) -> None:
+    return None
+
 
 class Catalog:
-    """services: of different names. ingresses: as in `Scrape`."""
+    """services: of different names. ingresses: as in `Scrape`. tell: for adapters that are loaded or unloaded here."""
 
     def __init__(
-        self, services: Sequence[Service], ingresses: Callable[[], Awaitable[list[ModelStats]]] | None = None
+        self,
+        services: Sequence[Service],
+        ingresses: Callable[[], Awaitable[list[ModelStats]]] | None = None,
+        tell: Tell = _nobody_else,
     ) -> None:
+        self._tell = tell
         self._services = {service.name: service for service in services}
         engines = {service.name: service.client.stats for service in services}
         self.scrape = Scrape(engines, self.stats, ingresses)
@@ -23,19 +35,53 @@ class Catalog:
         return list(self._services)
 
     def of(self, name: str | None) -> Service:
-        """Of the model that a request names; it need not name the only one. Raises `ApiError` 400 or 404."""
+        """Of the model that a request names, or whose adapter; it need not name the only one.
+
+        Raises `ApiError` 400 or 404.
+        """
         if name is None:
             if len(self._services) > 1:
                 raise ApiError(400, f"model: which one? This server has {self._listed()}.", param="model")
             return next(iter(self._services.values()))
-        service = self._services.get(name)
+        service = self._services.get(name) or self._with_adapter(name)
         if service is None:
             message = f"The model {name[:200]!r} does not exist here; this server has {self._listed()}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return service
 
     def cards(self) -> Body:
-        return {"object": "list", "data": [service.card() for service in self._services.values()]}
+        return {"object": "list", "data": [card for service in self._services.values() for card in service.cards()]}
+
+    def card(self, name: str) -> Body:
+        """Raises `ApiError` 404."""
+        return next(card for card in self.of(name).cards() if card["id"] == name)
+
+    async def load_adapter(self, body: LoadAdapterRequest) -> str:
+        """Returns what the client is told. Raises `ApiError`."""
+        name, service = body.lora_name, self.of(body.model)
+        if name in self._services or self._with_adapter(name) not in (None, service):
+            whose = "that of a model" if name in self._services else "that of another model's adapter"
+            message = f"The name {name!r} is {whose}: give the adapter another one."
+            raise ApiError(400, message, param="lora_name", code="invalid_value")
+        return await service.adapters.load(name, body.lora_path, body.load_inplace, self._tell)
+
+    async def unload_adapter(self, body: UnloadAdapterRequest) -> str:
+        """Returns what the client is told. Raises `ApiError`."""
+        service = self._with_adapter(body.lora_name) or next(iter(self._services.values()))
+        return await service.adapters.unload(body.lora_name, self._tell)
+
+    def learn(self, changes: Sequence[AdapterChange]) -> None:
+        """Of another ingress replica."""
+        for change in changes:
+            self._services[change.model].adapters.learn(change.name, change.adapter)
+
+    def adapters(self) -> list[AdapterChange]:
+        """All there are, for an ingress replica that knows none of them."""
+        return [
+            AdapterChange(service.name, adapter.name, adapter)
+            for service in self._services.values()
+            for adapter in service.adapters.all()
+        ]
 
     async def check_health(self) -> None:
         """Raise `EngineFault` if no model can be served. One that sleeps can."""
@@ -54,4 +100,8 @@ class Catalog:
         return {name: service.stats() for name, service in self._services.items()}
 
     def _listed(self) -> str:
-        return ", ".join(map(repr, self._services))
+        names = [*self._services, *(adapter.name for adapter in self.adapters())]
+        return ", ".join(map(repr, names[:_LISTED])) + (" and more" if len(names) > _LISTED else "")
+
+    def _with_adapter(self, name: str) -> Service | None:
+        return next((service for service in self._services.values() if name in service.adapters), None)

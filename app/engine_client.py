@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from app.openai.errors import ApiError, EngineFault
+from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, Finished, StepOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
@@ -29,6 +30,7 @@ class Submission:
     block_hashes: digests of the prompt's full blocks; a router reads them too.
     tenant, priority, is_batch: who asked, and how urgent it is; see `engine.waiting`.
     session: what the client calls its conversation; those of one session go to one replica if they can.
+    lora: the adapter that it runs with; the block hashes are of that too.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class Submission:
     tenant: str = ""
     is_batch: bool = False
     session: str | None = None
+    lora: LoRARequest | None = None
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, for each token
@@ -65,9 +68,10 @@ class Refusal:
     message: str
     param: str | None
     code: str
+    status: int = 400
 
     def to_error(self) -> ApiError:
-        return ApiError(400, self.message, param=self.param, code=self.code)
+        return ApiError(self.status, self.message, param=self.param, code=self.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,5 +122,8 @@ class EngineClient(Protocol):
 
     async def check_health(self) -> None:
         """Raise `EngineFault` if no replica can serve."""
+
+    async def load_adapter(self, request: LoRARequest) -> str:
+        """Have all replicas read an adapter; returns its digest. Raises `ApiError` if they cannot."""
 
     def submit(self, submission: Submission) -> TokenStream: ...

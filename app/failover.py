@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from app.engine_client import Delivery, EngineClient, EngineLimits, ReplicaLost, Submission, TokenStream
 from engine.errors import EngineDeadError
+from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats
 
 FIRST_PAUSE_S = 0.1
@@ -51,6 +52,9 @@ class FailoverClient:
 
     async def check_health(self) -> None:
         await self._client.check_health()
+
+    async def load_adapter(self, request: LoRARequest) -> str:
+        return await self._client.load_adapter(request)
 
     def submit(self, submission: Submission) -> "FailoverStream":
         return FailoverStream(self, self._client, submission)

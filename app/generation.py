@@ -15,6 +15,7 @@ from app.openai.token_entries import EntryAligner, TokenEntry
 from app.request_stats import RequestStats
 from engine.block_hash import block_hashes
 from engine.detokenizer import Detokenizer
+from engine.lora.request import LoRARequest
 from engine.outputs import Finished, FinishReason, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.token_text import TokenTexts
@@ -36,6 +37,7 @@ class Job:
     text_offset: characters of the choice's text before the output's. return_token_ids: whether deltas carry them.
     counts_prompt: whether the prompt counts in the usage: in that of one of its outputs.
     scores_end: whether the EOS or stop token that ends the output has an entry too, after all text.
+    lora: the adapter that it runs with.
     """
 
     index: int
@@ -49,6 +51,7 @@ class Job:
     return_token_ids: bool = False
     counts_prompt: bool = True
     scores_end: bool = False
+    lora: LoRARequest | None = None
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, for each token
@@ -117,6 +120,7 @@ class TextGenerator:
                     tenant=ticket.claim.tenant,
                     is_batch=job.is_batch,
                     session=current_caller().session,
+                    lora=job.lora,
                 )
             )
             started = False
@@ -237,7 +241,9 @@ class _PromptHashes:
 
     def of(self, job: Job) -> list[bytes]:
         if self._last is None or self._last[0] is not job.prompt_ids:
-            self._last = job.prompt_ids, block_hashes(job.prompt_ids, self._block_size, job.cache_salt)
+            adapter = "" if job.lora is None else job.lora.digest or ""
+            hashes = block_hashes(job.prompt_ids, self._block_size, job.cache_salt, adapter=adapter)
+            self._last = job.prompt_ids, hashes
         return self._last[1]
 
 

@@ -3,12 +3,14 @@
 import asyncio
 import gc
 import math
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from ray import serve
 from starlette.applications import Starlette
 
+from app.adapters import AdapterChange, Adapters
 from app.admission import Admission, Budget
 from app.catalog import Catalog
 from app.chat import ChatSide
@@ -36,6 +38,10 @@ SPARE = 0.25
 """Of the requests that the engine runs at once: what it is sent beyond those, of tenants that have less than others."""
 
 
+_TRIES, _PAUSE_S = 5, 0.2
+"""A handle that was made just now may not have heard yet which replicas there are."""
+
+
 async def create_service(settings: AppSettings, client: EngineClient, pool: Pool) -> Service:
     """Load the tokenizer and ask the engine what it can do; waits until the engine is up."""
     config = settings.engine_config()
@@ -44,6 +50,8 @@ async def create_service(settings: AppSettings, client: EngineClient, pool: Pool
     _ = tokenizer.token_bytes  # made on first use, which no request should wait for
     limits = await client.limits()
     templates = chat_templates(tokenizer, settings.chat_template)
+    adapters = Adapters(settings.public_model_name, client, settings.allow_runtime_lora_updating)
+    await adapters.load_all(settings.lora_modules)
     return Service(
         settings.public_model_name,
         tokenizer,
@@ -54,6 +62,7 @@ async def create_service(settings: AppSettings, client: EngineClient, pool: Pool
         scales_to_zero=settings.max_replicas is not None and settings.min_replicas == 0,
         default_sampling=default_sampling(path, config.generation_config),
         pool=pool,
+        adapters=adapters,
     )
 
 
@@ -94,6 +103,25 @@ class Peers:
             return []
         return [answer for answer in answers if isinstance(answer, dict)]
 
+    async def tell(self, change: AdapterChange) -> None:
+        """Of an adapter that was loaded or unloaded here."""
+        with suppress(Exception):  # one that is just going hides nothing from the others
+            await self._handle.broadcast("change_adapters", [change]).results_async(
+                timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
+            )
+
+    async def adapters(self) -> list[AdapterChange]:
+        """Those that were loaded while the others ran; none if nobody answers, as when all begin."""
+        for _ in range(_TRIES):
+            with suppress(Exception):
+                answers = await self._handle.broadcast("adapters").results_async(
+                    timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
+                )
+                if known := [answer for answer in answers if isinstance(answer, list)]:
+                    return [adapter for adapters in known for adapter in adapters]
+            await asyncio.sleep(_PAUSE_S)
+        return []
+
 
 class IngressDeployment:
     """What Serve runs: a shell, since a class under a deployment travels by value."""
@@ -107,13 +135,24 @@ class IngressDeployment:
     async def __serve_build_asgi_app__(self) -> Starlette:
         settings = self._settings
         services = await asyncio.gather(*map(self._serve, settings.each, self._engines))
-        self._catalog = Catalog(services, Peers().stats)
+        peers = Peers()
+        self._catalog = Catalog(services, peers.stats, peers.tell)
+        if any(each.allow_runtime_lora_updating for each in settings.each):
+            self._catalog.learn(await peers.adapters())
         gc.freeze()  # what has been loaded stays: looking through it again and again would hold up every stream
         return create_app(self._catalog, settings.stream_commit_s, doors(settings))
 
     async def stats(self) -> ModelStats:
         """For the other ingresses."""
         return self._catalog.stats()
+
+    async def change_adapters(self, changes: list[AdapterChange]) -> None:
+        """From another ingress, or this one, which knows it already."""
+        self._catalog.learn(changes)
+
+    async def adapters(self) -> list[AdapterChange]:
+        """For an ingress that starts."""
+        return self._catalog.adapters()
 
     async def _serve(self, settings: AppSettings, engine: Any) -> Service:
         """One model. Its queue goes by the replicas there are, and its autoscaler by the queue."""

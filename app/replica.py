@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from app.engine_client import EngineLimits, Message, Placed, Refusal, Submission
@@ -14,8 +14,12 @@ from app.signals import DoorReport, Signals
 from app.startup import Startup, StartupTimes
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, InvalidRequestError
+from engine.lora.request import AdapterError, LoRARequest
 from engine.outputs import EngineStats, StepOutput
 from engine.runner import Runner
+
+if TYPE_CHECKING:
+    from engine.lora.adapter import Adapter
 
 MAX_STALL_S = 60.0
 """Seconds with work queued and no step made after which the replica counts as dead."""
@@ -57,7 +61,11 @@ class EngineReplica:
         Raises `EngineDeadError`.
         """
         request_id = submission.request_id
-        if (refusal := await self._compile(submission) or self._start(submission)) is not None:
+        adapter = None if submission.lora is None else await self._adapter(submission.lora)
+        if isinstance(adapter, Refusal):
+            yield adapter
+            return
+        if (refusal := await self._compile(submission) or self._start(submission, adapter)) is not None:
             yield refusal
             return
         outbox = self._outboxes.get(ingress)
@@ -94,7 +102,22 @@ class EngineReplica:
             return Refusal(str(error), error.param, "invalid_value")
         return None
 
-    def _start(self, submission: Submission) -> Refusal | None:
+    async def load_adapter(self, request: LoRARequest) -> str | Refusal:
+        """Read an adapter, so that no request waits for it; returns its digest."""
+        adapter = await self._adapter(request)
+        return adapter if isinstance(adapter, Refusal) else adapter.digest
+
+    async def _adapter(self, request: LoRARequest) -> "Adapter | Refusal":
+        try:
+            return await asyncio.to_thread(self._step_loop.load_adapter, request)
+        except AdapterError as error:
+            if error.is_missing:
+                return Refusal(str(error), error.param, "not_found", 404)
+            return Refusal(str(error), error.param, "invalid_value")
+        except InvalidRequestError as error:
+            return Refusal(str(error), error.param, "invalid_value")
+
+    def _start(self, submission: Submission, adapter: "Adapter | None") -> Refusal | None:
         try:
             self._step_loop.submit(
                 submission.request_id,
@@ -106,6 +129,7 @@ class EngineReplica:
                 priority=submission.priority,
                 tenant=submission.tenant,
                 is_batch=submission.is_batch,
+                adapter=adapter,
             )
         except ContextLengthError as error:
             return Refusal(str(error), error.param, "context_length_exceeded")
@@ -224,6 +248,9 @@ class EngineDeployment:
 
     async def submit(self, submission: Submission, ingress: str) -> AsyncGenerator[Message, None]:
         return self._replica.submit(submission, ingress)
+
+    async def load_adapter(self, request: LoRARequest) -> str | Refusal:
+        return await self._replica.load_adapter(request)
 
     async def abort(self, request_id: str) -> None:
         self._replica.abort(request_id)

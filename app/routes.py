@@ -3,7 +3,7 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from app import __version__, metrics
@@ -12,7 +12,14 @@ from app.catalog import Catalog
 from app.doors import Doors
 from app.openai.errors import ApiError, EngineFault
 from app.openai.openapi import docs_page, openapi
-from app.openai.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from app.openai.requests import (
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_load_adapter,
+    parse_tokenize,
+    parse_unload_adapter,
+)
 from app.streaming import Endpoint, EventStream, Handler, JsonResponse, error_response
 from app.text import off_loop
 
@@ -40,11 +47,17 @@ def create_app(catalog: Catalog, stream_commit_s: float, doors: Doors | None = N
         request = await off_loop(parse_detokenize, len(body), body)
         return JsonResponse(await catalog.of(request.model).detokenize(request))
 
+    async def load_adapter(_: Request, body: bytes) -> Response:
+        return PlainTextResponse(await catalog.load_adapter(parse_load_adapter(body)))
+
+    async def unload_adapter(_: Request, body: bytes) -> Response:
+        return PlainTextResponse(await catalog.unload_adapter(parse_unload_adapter(body)))
+
     async def models(_: Request, __: bytes) -> Response:
         return JsonResponse(catalog.cards())
 
     async def model(request: Request, _: bytes) -> Response:
-        return JsonResponse(catalog.of(request.path_params["name"]).card())
+        return JsonResponse(catalog.card(request.path_params["name"]))
 
     async def health(_: Request, __: bytes) -> Response:
         try:
@@ -74,6 +87,8 @@ def create_app(catalog: Catalog, stream_commit_s: float, doors: Doors | None = N
             route("POST", "/v1/completions", complete),
             route("GET", "/v1/models", models),
             route("GET", "/v1/models/{name:path}", model),
+            route("POST", "/v1/load_lora_adapter", load_adapter),
+            route("POST", "/v1/unload_lora_adapter", unload_adapter),
             route("POST", "/tokenize", tokenize),
             route("POST", "/detokenize", detokenize),
             route("GET", "/version", version),

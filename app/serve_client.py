@@ -11,16 +11,21 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextvars import Context
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from app.engine_client import Delivery, EngineLimits, Message, Placed, Refusal, ReplicaLost, Submission
 from app.openai.errors import EngineFault
 from engine.errors import EngineDeadError
+from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, Finished, FinishReason, StepOutput, TokenLogprobs
 
 CONTROL_TIMEOUT_S = 5.0
 """Seconds that statistics and health may take before an engine counts as unreachable."""
+
+LOAD_TIMEOUT_S = 60.0
+"""Seconds that all replicas together have to read an adapter's files."""
 
 MAX_UNREAD_TOKENS = 8192
 """Tokens of one request that may wait for its client; one who stops reading is cut off here."""
@@ -62,6 +67,19 @@ class ServeEngineClient:
         answers = await self._ask_all("check_health")
         if True not in answers:
             raise EngineFault("No engine replica is running.")
+
+    async def load_adapter(self, request: LoRARequest) -> str:
+        """One replica reads it first, which one that is asleep is woken for; then all others the very same files."""
+        answer = await self._handle.load_adapter.remote(request)
+        if isinstance(answer, Refusal):
+            raise answer.to_error()
+        digest: str = answer
+        everywhere = self._handle.broadcast("load_adapter", replace(request, digest=digest))
+        # One that does not answer reads it with the first request that needs it.
+        for other in await everywhere.results_async(timeout_s=LOAD_TIMEOUT_S, return_exceptions=True):
+            if isinstance(other, Refusal):
+                raise other.to_error()
+        return digest
 
     def submit(self, submission: Submission) -> "ServeTokenStream":
         # Out of the HTTP request's context: Serve cancels what was called in it when the client leaves, and this call

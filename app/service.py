@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from app.adapters import Adapters
 from app.admission import Admission
 from app.answers import Answer, GeneratedAnswer, PromptOnlyAnswer
 from app.caller import current_caller
@@ -29,6 +30,7 @@ from app.pool import Pool
 from app.request_stats import IngressStats
 from app.text import INLINE_SIZE, PromptEncoder, off_loop
 from engine.bad_words import expand
+from engine.lora.request import LoRARequest
 from engine.sampling_params import SamplingParams, children
 from engine.token_text import TokenTexts
 from engine.tokenizer import Tokenizer
@@ -48,10 +50,12 @@ class Service:
         scales_to_zero: bool = False,
         default_sampling: Mapping[str, Any] | None = None,
         pool: Pool | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """pool: what is known of the engine's replicas; nothing by default."""
         self.name = name
         self._pool = Pool() if pool is None else pool
+        self.adapters = adapters or Adapters(name, client)
         self._default_sampling = default_sampling
         self.client = client
         self.admission = admission
@@ -73,6 +77,7 @@ class Service:
 
     async def chat(self, request: ChatRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
+        lora = self.adapters.find(request.model)
         params = request.sampling_params(_drawn_seed(), self._default_sampling)
         structure = request.structure()
         self.admission.check(current_caller().tenant, request.is_batch)
@@ -84,13 +89,13 @@ class Service:
             params = replace(params, skip_special_tokens=False)
         each = children(await self._prepared(params, structure))
         form = ChatFormat(
-            model=self.name,
+            model=request.model or self.name,
             include_usage=request.include_usage,
             logprobs=bool(request.logprobs),
             token_ids=bool(request.return_token_ids),
             prompts=[prompt_ids],
         )
-        jobs = _jobs(form.id, request, [prompt_ids], each)
+        jobs = _jobs(form.id, request, [prompt_ids], each, lora)
         only_one = request.parallel_tool_calls is False
         assemblers: list[Assembler] = [
             PlainText() if reader is None else ParsedText(reader(), new_call_id, only_one) for _ in jobs
@@ -100,13 +105,14 @@ class Service:
 
     async def complete(self, request: CompletionRequest) -> Answer:
         """Raises `ApiError`, `InvalidRequestError`, `QueueFullError`."""
+        lora = self.adapters.find(request.model)
         params = request.sampling_params(_drawn_seed(), self._default_sampling)
         structure = request.structure()
         self.admission.check(current_caller().tenant, request.is_batch)
         prompts = await self._encoder.prompts(request.prompt)
         echoes = self._echoes(request)
         form = CompletionFormat(
-            model=self.name,
+            model=request.model or self.name,
             include_usage=request.include_usage,
             logprobs=request.logprobs is not None,
             token_ids=bool(request.return_token_ids),
@@ -118,7 +124,7 @@ class Service:
         each = children(await self._prepared(params, structure))
         if request.scores_prompt:  # each choice shows the scores, so none can do without them
             each = [replace(child, prompt_logprobs=params.prompt_logprobs) for child in each]
-        jobs = _jobs(form.id, request, prompts, each, [len(text) for text in echoes], scores_end=True)
+        jobs = _jobs(form.id, request, prompts, each, lora, [len(text) for text in echoes], scores_end=True)
         added = isinstance(request.prompt[0], str) and self._adds_bos
         assemblers: list[Assembler] = [
             Echo(echoes[job.index // len(each)]) if request.echo else PlainText() for job in jobs
@@ -178,9 +184,17 @@ class Service:
         ids = self._encoder.in_vocabulary(request.tokens, "tokens") if request.tokens else []
         return {"prompt": await off_loop(self._tokenizer.decode, len(ids), ids, False)}
 
-    def card(self) -> Body:
-        """Its entry in the list of models."""
-        return model_card(self.name, self._created, self._limits.max_total_tokens)
+    def cards(self) -> list[Body]:
+        """Entries in the list of models: its own, and those of its adapters."""
+        length = self._limits.max_total_tokens
+        own = model_card(self.name, self._created, length, root=self.name, parent=None)
+        return [
+            own,
+            *(
+                model_card(adapter.name, adapter.created, length, root=adapter.request.lora_path, parent=self.name)
+                for adapter in self.adapters.all()
+            ),
+        ]
 
     async def _chat(self, request: ChatRequest | TokenizeRequest, template: ChatTemplate) -> Chat:
         """Tools and calls may be of any size, and have JSON in them that is parsed here."""
@@ -225,6 +239,7 @@ def _jobs(
     request: GenerationRequest,
     prompts: Sequence[list[int]],
     each: Sequence[SamplingParams],
+    lora: LoRARequest | None,
     text_offsets: Sequence[int] | None = None,
     scores_end: bool = False,
 ) -> list[Job]:
@@ -243,6 +258,7 @@ def _jobs(
             return_token_ids=bool(request.return_token_ids),
             counts_prompt=child == 0,
             scores_end=scores_end,
+            lora=lora,
         )
         for at, prompt_ids in enumerate(prompts)
         for child, params in enumerate(each)

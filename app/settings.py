@@ -25,6 +25,19 @@ def _listed(given: Any) -> Any:
     return tuple(part.strip() for part in given.split(",") if part.strip()) if isinstance(given, str) else given
 
 
+def _adapters(given: Any) -> Any:
+    """A mapping, as YAML has it, or `name=folder` with commas between; folders absolute, as the replicas may run in
+    another one."""
+    if isinstance(given, str):
+        pairs = [part.strip().partition("=") for part in given.split(",") if part.strip()]
+        if not all(name and path for name, _, path in pairs):
+            raise ValueError("adapters are given as name=folder, with commas between")
+        given = {name.strip(): path.strip() for name, _, path in pairs}
+    if not isinstance(given, Mapping) or not all(isinstance(p, str) and p and n for n, p in given.items()):
+        raise ValueError("adapters are folders by name")
+    return {name: os.path.abspath(os.path.expanduser(path)) for name, path in given.items()}
+
+
 ApiKey = Annotated[SecretStr, Field(min_length=1)]
 
 
@@ -64,6 +77,8 @@ class AppSettings(BaseSettings):
     api_keys: one of them must come with each request but `/health`; none: all are served.
     api_keys_file: a file with further ones, one a line, read where the ingress runs.
     max_requests_per_key: requests of one key at once, above which it is answered 429.
+    lora_modules: LoRA adapters that are served beside the model from the start, folders by name.
+    allow_runtime_lora_updating: clients may load and unload adapters; either of both sets enable_lora too.
     cors_allow_origins: web pages' origins whose scripts may call; `*` for all.
     models: several models behind one door, each by its own settings, over the others given here.
     """
@@ -93,6 +108,8 @@ class AppSettings(BaseSettings):
     api_keys: Annotated[tuple[ApiKey, ...], NoDecode, BeforeValidator(_listed)] = ()
     api_keys_file: Annotated[str, Field(min_length=1)] | None = None
     max_requests_per_key: Annotated[int, Field(ge=1)] = 256
+    lora_modules: Annotated[dict[str, str], NoDecode, BeforeValidator(_adapters)] = Field(default_factory=dict)
+    allow_runtime_lora_updating: bool = False
     cors_allow_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
     models: tuple["AppSettings", ...] = ()
 
@@ -104,7 +121,10 @@ class AppSettings(BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         """Raises `ConfigError`."""
-        return EngineConfig(**{name: getattr(self, name) for name in _ENGINE_FIELDS})
+        given = {name: getattr(self, name) for name in _ENGINE_FIELDS}
+        if self.lora_modules or self.allow_runtime_lora_updating:
+            given["enable_lora"] = True
+        return EngineConfig(**given)
 
     @property
     def public_model_name(self) -> str:
@@ -131,10 +151,22 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     given = from_environment | _without_aliases(args)
     entries = _entries(given.pop("models", ()))
     models = tuple(_one_model(f"models[{i}]", given, entry) for i, entry in enumerate(entries))
-    names = [model.public_model_name for model in models]
+    settings = _checked(given | {"models": models}, _shown(from_environment))
+    _check_names(settings)
+    return settings
+
+
+def _check_names(settings: AppSettings) -> None:
+    names = [model.public_model_name for model in settings.each]
     if len(set(names)) < len(names):
         raise ConfigError(f"models: two of them have one name, got {', '.join(names)}; give each a served_model_name")
-    return _checked(given | {"models": models}, _shown(from_environment))
+    for model in settings.each:
+        for name in model.lora_modules:
+            if name in names:
+                raise ConfigError(
+                    f"lora_modules: {name!r} is the name of a model or of another adapter; choose another"
+                )
+            names.append(name)
 
 
 def _entries(given: Any) -> list[dict[str, Any]]:

@@ -8,13 +8,16 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from app import __version__
+from app.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.requests import ChatRequest, CompletionRequest
 from app.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from app.openai.unsupported import CHAT, COMPLETIONS
 
 Body = dict[str, Any]
 
-_REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_REQUESTS = (
+    ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest
+)  # fmt: skip
 
 
 def openapi(models: Sequence[str]) -> Body:
@@ -32,8 +35,16 @@ def openapi(models: Sequence[str]) -> Body:
         "paths": {
             "/v1/chat/completions": {"post": _generation("chat", ChatRequest, "ChatCompletion", CHAT)},
             "/v1/completions": {"post": _generation("complete", CompletionRequest, "Completion", COMPLETIONS)},
-            "/v1/models": {"get": _operation("list_models", "The served models", "ModelList")},
+            "/v1/models": {"get": _operation("list_models", "The served models and their adapters", "ModelList")},
             "/v1/models/{name}": {"get": _operation("get_model", "One model", "Model") | {"parameters": [_NAME]}},
+            "/v1/load_lora_adapter": {
+                "post": _text(
+                    "load_adapter", "Serve a LoRA adapter by a name of its own", "text/plain", LoadAdapterRequest
+                )
+            },
+            "/v1/unload_lora_adapter": {
+                "post": _text("unload_adapter", "Serve it no more", "text/plain", UnloadAdapterRequest)
+            },
             "/tokenize": {"post": _operation("tokenize", "Text or messages to token ids", "Tokens", TokenizeRequest)},
             "/detokenize": {"post": _operation("detokenize", "Token ids to text", "Text", DetokenizeRequest)},
             "/version": {"get": _operation("version", "The server's version", "Version")},
@@ -88,19 +99,22 @@ def _errors() -> Body:
 
 
 def _operation(name: str, summary: str, answer: str, request: type | None = None) -> Body:
+    return _described(name, summary, _content(_ref(answer)), request)
+
+
+def _text(name: str, summary: str, media_type: str, request: type | None = None) -> Body:
+    return _described(name, summary, _content({"type": "string"}, media_type), request)
+
+
+def _described(name: str, summary: str, answer: Body, request: type | None) -> Body:
     operation: Body = {
         "operationId": name,
         "summary": summary,
-        "responses": {"200": {"description": "Done", "content": _content(_ref(answer))}} | _errors(),
+        "responses": {"200": {"description": "Done", "content": answer}} | _errors(),
     }
     if request is not None:
         operation["requestBody"] = {"required": True, "content": _content(_ref(request.__name__))}
     return operation
-
-
-def _text(name: str, summary: str, media_type: str) -> Body:
-    responses = {"200": {"description": "Done", "content": _content({"type": "string"}, media_type)}} | _errors()
-    return {"operationId": name, "summary": summary, "responses": responses}
 
 
 def _generation(name: str, request: type, answer: str, unsupported: Body) -> Body:
@@ -221,11 +235,13 @@ _ANSWERS: Body = {
         usage=_ref("Usage"),
     ),
     "Model": _object(
-        "id object created owned_by max_model_len",
+        "id object created owned_by root parent max_model_len",
         id=_STRING,
         object={"const": "model"},
         created=_INTEGER,
         owned_by=_STRING,
+        root=_STRING,
+        parent=_STRING_OR_NULL,
         max_model_len=_INTEGER,
     ),
     "ModelList": _object("object data", object={"const": "list"}, data=_list(_ref("Model"))),

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from app.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.chat_request import ChatRequest
 from app.openai.completion_request import MAX_PROMPTS, CompletionRequest
 from app.openai.errors import ApiError, from_validation_error
@@ -33,6 +34,14 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
     return _validate(DetokenizeRequest, _object(body), {})
+
+
+def parse_load_adapter(body: bytes) -> LoadAdapterRequest:
+    return _validate(LoadAdapterRequest, _object(body), {})
+
+
+def parse_unload_adapter(body: bytes) -> UnloadAdapterRequest:
+    return _validate(UnloadAdapterRequest, _object(body), {})
 
 
 def _object(body: bytes) -> dict[str, Any]:

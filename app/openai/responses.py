@@ -269,13 +269,15 @@ def _completion_choice(index: int, text: str, logprobs: Body | None, reason: str
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def model_card(name: str, created: int, max_model_len: int) -> Body:
-    """An entry of /v1/models."""
+def model_card(name: str, created: int, max_model_len: int, root: str, parent: str | None) -> Body:
+    """An entry of /v1/models. root: an adapter's folder, or the model's name; parent: an adapter's model."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "nanoserve",
+        "root": root,
+        "parent": parent,
         "max_model_len": max_model_len,
     }
 

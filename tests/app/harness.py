@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 
+from app.adapters import Adapters
 from app.admission import Admission, Budget
 from app.catalog import Catalog
 from app.chat import ChatSide
@@ -130,13 +131,17 @@ async def running(
     tool_call_parser: Any = "auto",
     reasoning_parser: Any = "auto",
     doors: Doors | None = None,
+    lora_modules: Mapping[str, str] | None = None,
+    allow_updates: bool = False,
 ) -> AsyncIterator[Server]:
     """Serve `engine` on a loopback socket. At the end nothing may be left in it."""
     replica = EngineReplica(lambda on_output: StepLoop(engine, on_output))
     client = ServeEngineClient(LocalHandle([replica]))
     admission = Admission(Budget(capacity or engine.info.max_num_seqs * 5 // 4), max_waiting)
     chat_side = ChatSide(chat_templates(tokenizer, chat_template), tool_call_parser, reasoning_parser)
-    service = Service("tiny", tokenizer, client, await client.limits(), admission, chat_side)
+    adapters = Adapters("tiny", client, allow_updates)
+    await adapters.load_all(lora_modules or {})
+    service = Service("tiny", tokenizer, client, await client.limits(), admission, chat_side, adapters=adapters)
     try:
         async with (
             listening(create_app(Catalog([service]), stream_commit_s, doors)) as url,

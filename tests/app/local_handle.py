@@ -1,6 +1,7 @@
 """A Serve handle without Serve: calls to engine replicas in the same process, that can be lost as a process is."""
 
 import asyncio
+import inspect
 import itertools
 import pickle
 from collections.abc import AsyncGenerator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from app.engine_client import EngineLimits
 from app.replica import EngineReplica
+from engine.lora.request import LoRARequest
 
 
 class LocalCall:
@@ -61,7 +63,15 @@ class LocalBroadcast:
         self._answers = answers
 
     async def results_async(self, **_: Any) -> list[Any]:
-        return self._answers
+        return [await answer if inspect.isawaitable(answer) else answer for answer in self._answers]
+
+
+class _LoadAdapter:
+    def __init__(self, handle: "LocalHandle") -> None:
+        self._handle = handle
+
+    def remote(self, request: LoRARequest) -> Any:
+        return self._handle.replicas[0].load_adapter(request)
 
 
 class LocalHandle:
@@ -73,6 +83,7 @@ class LocalHandle:
     def __init__(self, replicas: Sequence[EngineReplica]) -> None:
         self.replicas = list(replicas)
         self.submit = self.limits = self
+        self.load_adapter = _LoadAdapter(self)
         self.calls: list[tuple[EngineReplica, LocalCall]] = []
         self.broadcasts: list[tuple[Any, ...]] = []
         self._turns = itertools.count()

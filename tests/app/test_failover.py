@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.adapters import Adapters
 from app.admission import Admission, Budget
 from app.catalog import Catalog
 from app.chat import ChatSide
@@ -31,6 +32,7 @@ from tests.app.harness import parse_events, until
 from tests.app.local_handle import LocalHandle
 from tests.app.test_lifecycle import Faults
 from tests.scripted import ScriptedRunner
+from tests.tiny_adapters import write_adapter
 
 SCRIPT = list(range(5, 105))
 
@@ -82,13 +84,18 @@ async def tokens(stream: FailoverStream) -> tuple[list[int], FinishReason | None
 @asynccontextmanager
 async def served(model_dir: Path, tokenizer: Tokenizer, replicas: int) -> AsyncIterator[tuple[httpx.AsyncClient, Pool]]:
     """The application over slow engines with a tiny model, of which some will be lost."""
-    config = EngineConfig(model=str(model_dir), max_model_len=1024, num_gpu_blocks_override=128, num_threads=1)
+    config = EngineConfig(
+        model=str(model_dir), max_model_len=1024, num_gpu_blocks_override=128, num_threads=1, enable_lora=True
+    )
     engines = [Engine.from_config(config) for _ in range(replicas)]
     for engine in engines:
         engine.runner.launch = _slowed(engine.runner.launch)
     async with pool(engines) as it:
         chat_side = ChatSide(chat_templates(tokenizer, None), "auto", "auto")
-        service = Service("tiny", tokenizer, it.client, await it.client.limits(), Admission(Budget(64), 64), chat_side)
+        adapters = Adapters("tiny", it.client)
+        await adapters.load_all({"adapted": str(write_adapter(model_dir.parent / "adapter", model_dir))})
+        limits, admission = await it.client.limits(), Admission(Budget(64), 64)
+        service = Service("tiny", tokenizer, it.client, limits, admission, chat_side, adapters=adapters)
         transport = httpx.ASGITransport(create_app(Catalog([service]), 5.0))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as http:
             yield http, it
@@ -119,6 +126,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "bias and bad words": SEEDED | {"logit_bias": {"70": 3, "71": 3}, "bad_words": ["th", " the"]},
     "structured": SEEDED | {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False, "max_tokens": 120},
     "regex": SEEDED | {"structured_outputs": {"regex": "([a-f]{3}-){12}[0-9]{4}"}, "ignore_eos": False},
+    "adapter": SEEDED | {"model": "adapted"},
     "min tokens": SEEDED | {"ignore_eos": False, "min_tokens": 36},
 }
 

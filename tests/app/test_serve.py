@@ -183,8 +183,42 @@ def wait_for_the_next(replica: Any, client: httpx.Client) -> None:
 
 
 def engine_actor() -> Any:
-    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "#engine#" in a["name"]]
+    names = actors("engine")
     return ray.get_actor(names[-1], namespace="serve") if names else None
+
+
+def test_an_adapter_that_one_ingress_loads_is_served_by_all_and_by_one_that_starts_later(
+    cluster: None, model: Path, tmp_path: Path
+) -> None:
+    from tests.tiny_adapters import write_adapter
+
+    adapter = write_adapter(tmp_path / "adapter", model)
+    run(model, num_ingress_replicas=2, allow_runtime_lora_updating=True)
+    load = {"lora_name": "mine", "lora_path": str(adapter)}
+    assert httpx.post(f"{URL}/v1/load_lora_adapter", json=load, timeout=60).status_code == 200
+    body = {"prompt": "hello", "max_tokens": 8, "temperature": 0}
+
+    def answers(name: str) -> set[str]:
+        """Of many connections, which Serve spreads over the ingress replicas; what one alone knew would be a 404."""
+        posts = [httpx.post(f"{URL}/v1/completions", json=body | {"model": name}, timeout=60) for _ in range(12)]
+        return {post.raise_for_status().json()["choices"][0]["text"] for post in posts}
+
+    (adapted,), (plain,) = answers("mine"), answers("tiny")
+    assert adapted != plain
+    before = set(actors("ingress"))
+    ray.kill(ray.get_actor(min(before), namespace="serve"), no_restart=True)
+    wait(lambda: len(set(actors("ingress")) - before) == 1, within_s=40)
+    wait(lambda: httpx.get(f"{URL}/metrics").text.count('nanoserve:ingress_replicas{model_name="tiny"} 2') == 1, 40)
+    assert answers("mine") == {adapted}
+    gone = httpx.post(f"{URL}/v1/unload_lora_adapter", json={"lora_name": "mine"})
+    assert gone.status_code == 200
+    statuses = {httpx.post(f"{URL}/v1/completions", json=body | {"model": "mine"}).status_code for _ in range(12)}
+    assert statuses == {404}
+
+
+def actors(deployment: str) -> list[str]:
+    names = (a["name"] for a in ray.util.list_named_actors(all_namespaces=True))
+    return [name for name in names if f"#{deployment}#" in name]
 
 
 def test_the_environment_reaches_the_application(

@@ -66,6 +66,9 @@ def test_every_engine_setting_is_a_setting() -> None:
         ({"log_level": "LOUD"}, {}, "log_level"),
         ({"model": "a", "model_path": "b"}, {}, "model_path"),
         ({"model": ""}, {}, "model"),
+        ({"lora_modules": "one"}, {}, "lora_modules: .*name=folder"),
+        ({"lora_modules": {"one": 3}}, {}, "lora_modules: .*folders by name"),
+        ({"lora_modules": {"mine": "/a"}, "served_model_name": "mine"}, {}, "'mine' is the name of a model"),
     ],
 )
 def test_a_bad_setting_is_named(args: dict[str, Any], environ: dict[str, str], named: str) -> None:
@@ -79,6 +82,17 @@ def test_serve_run_tells_a_bad_setting_and_no_more() -> None:
     assert run.returncode != 0
     (line,) = [line for line in run.stderr.splitlines() if "Running import path" not in line]
     assert re.match("nanoserve: max_model_len: .*got 'long'", line)
+
+
+def test_adapters_are_a_mapping_or_text_and_bring_what_they_need() -> None:
+    expected = {"one": "/a/b", "two": str(Path("here").absolute())}
+    for given in ({"one": "/a/b", "two": "here"}, "one=/a/b, two=here"):
+        settings = load_settings({"lora_modules": given}, {})
+        assert settings.lora_modules == expected
+        assert settings.engine_config().enable_lora
+    assert load_settings({}, {"NANOSERVE_LORA_MODULES": "one=/a/b,two=here"}).lora_modules == expected
+    assert load_settings({"allow_runtime_lora_updating": "true"}, {}).engine_config().enable_lora
+    assert not load_settings({}, {}).engine_config().enable_lora
 
 
 def test_variables_that_are_no_settings_are_let_be() -> None:
