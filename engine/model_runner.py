@@ -338,7 +338,10 @@ class ModelRunner:
         results: list[Tensor] = []
         logprobs = None
         if len(plan.sample):
-            logits = self.model.logits(hidden if sample_at is None else hidden[sample_at])
+            if sample_at is not None and len(sample_at) < len(hidden):
+                # Not hidden[sample_at]: on a CPU that wakes torch's own threads, which takes milliseconds.
+                hidden = hidden.index_select(0, sample_at)
+            logits = self.model.logits(hidden)
             if self.group is None:
                 tokens, logprobs = sample(logits, sampling, self.rows, plan.mode)
             else:
