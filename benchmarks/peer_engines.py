@@ -188,7 +188,7 @@ def start(name: str, precision: str, model: str, threads: int) -> PeerEngine:
 
 
 def nanoserve_settings(precision: str) -> dict[str, Any]:
-    return {"quantization": "int8", "kv_cache_dtype": "int8"} if precision == "int8" else {}
+    return {"quantization": "int8", "kv_cache_dtype": "int8"} if precision == "int8" else {"quantization": "none"}
 
 
 @contextmanager

@@ -24,8 +24,10 @@ class EngineConfig:
     load_format: "dummy" makes seeded random weights from the model's config alone.
     dtype: of weights and activations; auto is float32 on a CPU, and on a GPU the checkpoint's own type: bfloat16 in
         place of float32, float16 in place of bfloat16 where the card has no tensor cores for that.
-    quantization: "int8" computes weights and activations in 8 bits, on a CPU alone (docs/quantization.md).
-    kv_cache_dtype: what the KV cache stores; auto is the type of the activations, fp8 is float8 e4m3.
+    quantization: int8 computes weights and activations in 8 bits, on a CPU alone (docs/quantization.md); none, or
+        None, keeps what the checkpoint holds; auto is int8 on a CPU unless `dtype` is given.
+    kv_cache_dtype: what the KV cache stores; auto is int8 where auto made the weights so, else the type of the
+        activations; fp8 is float8 e4m3.
     max_model_len: longest prompt plus output, tokens; by default what the model was trained for.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.
     kv_cache_memory_bytes: KV cache size in bytes, instead of the share above; on a CPU the default is a
@@ -57,7 +59,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["auto", "int8", "none"] | None = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = None
@@ -137,8 +139,8 @@ class EngineConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.quantization not in (None, "int8"):
-            raise ConfigError(f"quantization must be int8 or unset, got {self.quantization!r}")
+        if self.quantization not in (None, "auto", "int8", "none"):
+            raise ConfigError(f"quantization must be auto, int8 or none, got {self.quantization!r}")
         if not self.model or not isinstance(self.model, str):
             raise ConfigError(f"model must be a name or a path, got {self.model!r}")
 

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.layers.linear import Quantization
 from engine.model_config import ModelConfig
+from kernels import cpu_ops
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def choose_precision(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Precision:
-    """What the settings leave open is chosen by the device and the checkpoint.
+    """What the settings leave open is chosen for speed, at the quality that docs/quantization.md measures.
 
     Raises `ConfigError` if int8 is asked for where it does not run.
     """
@@ -53,7 +54,13 @@ def choose_precision(config: EngineConfig, model_config: ModelConfig, device: to
     kv_dtype = _KV_DTYPES[config.kv_cache_dtype]
     if config.quantization == "int8" and (device.type != "cpu" or dtype != torch.float32):
         raise ConfigError(f"quantization int8 is for a CPU and float32 activations, not for {device} and {dtype}")
-    return Precision(dtype, config.quantization, kv_dtype)
+    if config.quantization == "int8":
+        return Precision(dtype, "int8", kv_dtype)
+    # Who names a type wants its numbers. Without the C++ kernels int8 is slower than float32.
+    if config.quantization == "auto" and config.dtype == "auto" and device.type == "cpu" and cpu_ops.load():
+        logger.info("weights and KV cache in int8, as the fastest on a CPU; for exact numbers set dtype to float32")
+        return Precision(dtype, "int8", kv_dtype or torch.int8)
+    return Precision(dtype, None, kv_dtype)
 
 
 def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:

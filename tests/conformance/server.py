@@ -17,7 +17,7 @@ from tests.live_server import HELD, ServerProcess, free_port, server_process, va
 
 START_LIMIT_S = 180
 
-SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "float32", "max_model_len": 2048}
+SETTINGS: dict[str, Any] = {"quantization": "none", "kv_cache_dtype": "float32", "max_model_len": 2048}
 """float32, whatever the default is, since scores are compared with another implementation's."""
 
 

@@ -15,7 +15,7 @@ from engine.sampling_params import SamplingParams
         ({"block_size": -1}, "block_size"),
         ({"dtype": "int3"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
         ({"model": ""}, "model must be"),
-        ({"quantization": "int3"}, "quantization must be int8 or unset, got 'int3'"),
+        ({"quantization": "int3"}, "quantization must be auto, int8 or none, got 'int3'"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be one of"),
         ({"cache_dtype": "int8", "kv_cache_dtype": "int8"}, "one setting"),
         ({"gpu_memory_utilization": "x"}, "gpu_memory_utilization must be above 0"),

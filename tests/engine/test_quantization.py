@@ -143,7 +143,7 @@ def test_the_same_tokens_in_any_batch_and_chunk(tmp_path: Path, settings: dict[s
 def test_an_answer_taken_up_in_its_middle_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
     """Of a long one, drawn at random, so that the smallest difference of a logit would show."""
     folder = tiny_models.llama(tmp_path / "tiny", max_position_embeddings=1024)
-    settings = {"quantization": "int8", "kv_cache_dtype": "int8", "max_model_len": 1024}
+    settings = {"dtype": "auto", "max_model_len": 1024}
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=900, ignore_eos=True)
     prompt = [(3 + 11 * j) % 380 + 3 for j in range(40)]
     engine = build_engine(folder, **settings)
