@@ -14,12 +14,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, HTTPOptions, 
 from ray.serve.schema import LoggingConfig
 
 from app.autoscaling import EnginePolicy
-from app.gpus import gpus_to_ask_for
 from app.ingress import OVERCOMMIT, SPARE, IngressDeployment
 from app.replica import EngineDeployment
+from app.resources import gpus_to_ask_for, shard_bundle
 from app.router import AffinityRouter
 from app.settings import AppSettings, is_path
-from app.shards import shard_bundle
 from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.hub import PACKAGED_MODELS, resolve_model
 

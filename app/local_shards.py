@@ -5,8 +5,8 @@ import logging
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from app.gpus import gpus_to_ask_for
-from app.shards import ShardedRunner, ShardGroup, shard_bundle
+from app.resources import gpus_to_ask_for, shard_bundle
+from app.shards import ShardedRunner, ShardGroup
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.runner import Runner

@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from app.resources import SHARD_CPUS
 from app.shard import START_S, Entrance, MakeRunner, Place, Shard, load_rank
 from engine.channel import ChannelTimeoutError, Receiver, Sender
 from engine.config import EngineConfig
@@ -35,19 +36,11 @@ from engine.tcp_link import Door, TcpLink
 
 logger = logging.getLogger("ray.serve")
 
-SHARD_CPUS = 0.2
-"""Share of a core that a shard's bundle asks for: four find a place on one. The ranks set their threads themselves."""
-
 GOODBYE_S = 5.0
 """Seconds that shards get to end by themselves."""
 
 _LOOK_S = 0.1
 """Between two looks at what the shards' processes have become."""
-
-
-def shard_bundle(num_gpus: int) -> dict[str, float]:
-    """What one shard asks of its placement group."""
-    return {"CPU": SHARD_CPUS, "GPU": num_gpus} if num_gpus else {"CPU": SHARD_CPUS}
 
 
 def lead_shards(
@@ -105,20 +98,20 @@ class ShardGroup:
         local = [rank for rank, place in enumerate(self.places) if place.node_id == here]
         self._local = {rank: os.pidfd_open(self.places[rank].pid) for rank in local}
         key = secrets.token_bytes(32)
-        door = Door(ray.util.get_node_ip_address(), key)
         plans, results = Ring.create(len(local)), Ring.create(1)
         self._rings = [plans, results]
         store = ray.get(self._actors[0].open_store.remote())
-        for rank, actor in enumerate(self._actors):
-            entrance = Entrance(
-                door.address,
-                key,
-                (plans.address, local.index(rank)) if rank in local else None,
-                results.address if rank == 0 and rank in local else None,
-            )
-            self._runs.append(actor.run.remote(config, store, entrance, make_runner))
+        with contextlib.closing(Door(ray.util.get_node_ip_address(), key)) as door:
+            for rank, actor in enumerate(self._actors):
+                entrance = Entrance(
+                    door.address,
+                    key,
+                    (plans.address, local.index(rank)) if rank in local else None,
+                    results.address if rank == 0 and rank in local else None,
+                )
+                self._runs.append(actor.run.remote(config, store, entrance, make_runner))
+            self._let_in(door, 2 * self.size - len(local))
         remote = [rank for rank in range(self.size) if rank not in local]
-        self._let_in(door, 2 * self.size - len(local))
         self._lifelines = Lifelines({rank: self._links["lifeline", rank] for rank in range(self.size)})
         self.plans: list[Sender] = [self._links["steps", rank] for rank in remote]
         if local:
@@ -130,7 +123,7 @@ class ShardGroup:
         return info
 
     def _let_in(self, door: Door, count: int) -> None:
-        """Wait for all connections, and close the door behind them."""
+        """Wait for so many connections."""
         deadline = time.monotonic() + START_S
         while len(self._links) < count:
             self._raise_if_lost()
@@ -140,7 +133,6 @@ class ShardGroup:
                 with contextlib.suppress(ChannelTimeoutError):
                     purpose, rank = json.loads(link.receive(5.0))
                     self._links[purpose, rank] = link
-        door.close()
 
     def _raise_if_lost(self) -> None:
         if (failed := self._failed_run()) is not None:

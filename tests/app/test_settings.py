@@ -14,7 +14,7 @@ from ray.serve.config import HTTPOptions
 
 import app
 from app.building import _resources
-from app.gpus import gpus_to_ask_for
+from app.resources import gpus_to_ask_for
 from app.settings import OTHER_VARIABLES, Settings, load_settings
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import ConfigError
@@ -125,11 +125,11 @@ def test_a_path_means_the_same_in_every_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_no_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.gpus._count_gpus", lambda: 0)
+    monkeypatch.setattr("app.resources._count_gpus", lambda: 0)
     assert (gpus_to_ask_for("auto"), gpus_to_ask_for("cpu")) == (0, 0)
     with pytest.raises(ConfigError, match="no GPU"):
         gpus_to_ask_for("cuda")
-    monkeypatch.setattr("app.gpus._count_gpus", lambda: 2)
+    monkeypatch.setattr("app.resources._count_gpus", lambda: 2)
     assert (gpus_to_ask_for("auto"), gpus_to_ask_for("cpu"), gpus_to_ask_for("cuda")) == (1, 0, 1)
     assert (gpus_to_ask_for("auto", 2), gpus_to_ask_for("cpu", 2), gpus_to_ask_for("auto", 1)) == (2, 0, 1)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 4, but there are 2 GPUs"):

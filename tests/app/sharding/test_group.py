@@ -12,7 +12,8 @@ import pytest
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from app.shards import ShardedRunner, ShardGroup, shard_bundle
+from app.resources import shard_bundle
+from app.shards import ShardedRunner, ShardGroup
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineDeadError

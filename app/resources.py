@@ -1,8 +1,16 @@
-"""How many GPUs to ask Ray for."""
+"""What to ask Ray for: GPUs, and what one shard takes."""
 
 import ray
 
 from engine.errors import ConfigError
+
+SHARD_CPUS = 0.2
+"""Share of a core that a shard's bundle asks for: four find a place on one. The ranks set their threads themselves."""
+
+
+def shard_bundle(num_gpus: int) -> dict[str, float]:
+    """What one shard asks of its placement group."""
+    return {"CPU": SHARD_CPUS, "GPU": num_gpus} if num_gpus else {"CPU": SHARD_CPUS}
 
 
 def gpus_to_ask_for(device: str, count: int = 1) -> int:
