@@ -22,9 +22,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.admission import Admission
 from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
+from engine.intake import Intake
 from engine.logprobs import hand_out
 from engine.lora.slots import AdapterSlots
 from engine.outputs import Finished, FinishReason, StepOutput
@@ -67,7 +67,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(clock)
         self._running = Running(self.batch, self.blocks, self._plans, self.adapters)
-        self.admission = Admission(self.batch, self.blocks, self.waiting, self._running, self.swap)
+        self.intake = Intake(self.batch, self.blocks, self.waiting, self._running, self.swap)
         self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
         self._streaks = Streaks(self.batch)
         self._ending: list[Request] = []  # ended, but named by a step in flight
@@ -224,8 +224,8 @@ class Scheduler:
             stopped = (batch.stop_ids[rows] == ids[:, None]).any(axis=1) & (num_tokens >= batch.stop_from[rows])
             ended |= stopped
         self.num_generated_tokens += len(ids)
-        if self.admission.found and len(ids):  # an output without tokens need not be delivered
-            output.cached_tokens, self.admission.found = self.admission.found, {}
+        if self.intake.found and len(ids):  # an output without tokens need not be delivered
+            output.cached_tokens, self.intake.found = self.intake.found, {}
         if plan.extras is not None:
             hand_out(plan, result, batch, output)
             self._end_scored(plan, output)
@@ -335,19 +335,19 @@ class Scheduler:
     def _who_gives_way(self, budget: int) -> Request | None:
         """A running request whose place the first in the queue should have."""
         first, running = self.waiting.first_ordinary(), self._running
-        if first is None or not self.admission.has_slot(first):  # nobody's row or blocks would help it
+        if first is None or not self.intake.has_slot(first):  # nobody's row or blocks would help it
             return None
-        if running.num_batch and (budget <= 0 or self.admission.lacks_room(first)):
+        if running.num_batch and (budget <= 0 or self.intake.lacks_room(first)):
             return running.last_in_service()
         alone = self.waiting.num_tenants == 1 and running.by_tenant.keys() == {first.tenant}
-        if alone or not self.admission.lacks_room(first):
+        if alone or not self.intake.lacks_room(first):
             return None
         for request in running.requests:  # by what they have had until now, another may be the first
             self._charge(request)
         first = self.waiting.first_ordinary()
         assert first is not None
         tenant = running.tenant_above(first.tenant)
-        if tenant is None or not self.admission.lacks_room(first):
+        if tenant is None or not self.intake.lacks_room(first):
             return None
         return running.last_in_service(tenant)
 
@@ -378,7 +378,7 @@ class Scheduler:
         """Start waiting requests beside the running `rows`; returns rows and counts with theirs."""
         computing = self._running.being_computed(rows, computed, computed + counts)
         computing.update(*(digests for _, digests in self._in_flight))
-        new_rows, new_counts = self.admission.admit(budget, self._chunk, computing)
+        new_rows, new_counts = self.intake.admit(budget, self._chunk, computing)
         if not new_rows:
             return rows, counts
         return (

@@ -18,7 +18,7 @@ MAX_WITHOUT_SLOT = 64
 """Waiting requests passed over in one step because there is no slot for their adapter."""
 
 
-class Admission:
+class Intake:
     """num_prompt_tokens: of requests that have started; num_cached_prompt_tokens: of these, found in the cache.
 
     found: by the id of each request for which the cache had something, how many tokens; whoever tells it clears it.
