@@ -23,6 +23,9 @@ _MAX_RETRY_AFTER_S = 120
 _UNKNOWN_PACE_S = 1.0
 """Least time that a submission is taken to need, while none has ended yet."""
 
+_START_S = 10.0
+"""And with it the start of the replica that it needs."""
+
 
 class QueueFullError(Exception):
     """No place in the queue; `retry_after_s` is when, at the present pace, there should be one."""
@@ -256,4 +259,5 @@ class Admission:
             return (now - self._released_at[0]) / len(self._released_at)
         oldest = next(iter(self._held), None)
         age = now - oldest.granted_at if oldest is not None and oldest.granted_at is not None else 0.0
-        return max(age, _UNKNOWN_PACE_S) / self.capacity
+        least = _UNKNOWN_PACE_S if self._replicas else _START_S
+        return max(age, least) / (self._budget.requests * max(1, self._replicas))

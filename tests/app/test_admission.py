@@ -112,6 +112,19 @@ async def test_retry_after_follows_the_pace_of_releases() -> None:
     assert caught.value.retry_after_s > 10
 
 
+async def test_retry_after_with_no_replica_counts_its_start_and_all_of_its_places() -> None:
+    clock = Clock()
+    admission = Admission(Budget(requests=20), max_waiting=1, replicas=0, clock=clock)
+    assert granted(admission.reserve([Claim(), Claim()])) == 1
+    told = []
+    for _ in range(40):
+        with pytest.raises(QueueFullError) as caught:
+            admission.check()
+        told.append(caught.value.retry_after_s)
+    assert told[0] == 1
+    assert told[-1] == 20, "a replica that starts takes twenty of them in ten seconds"
+
+
 async def test_retry_after_before_the_first_release_is_at_least_what_the_oldest_has_taken() -> None:
     clock = Clock()
     admission = Admission(Budget(2), max_waiting=0, clock=clock)

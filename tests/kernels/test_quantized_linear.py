@@ -91,7 +91,9 @@ def test_outliers_equal_reference(isa, rows, gated, four_bits):
     _, weight = weight_of(100, 576, gated, four_bits)
     x = with_outliers(rows, 576)
     expected = reference(x, weight)
-    torch.testing.assert_close(quantized_linear(x, weight), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        quantized_linear(x, weight), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())
+    )
 
 
 def test_outliers_take_no_precision_from_the_other_channels(isa):
