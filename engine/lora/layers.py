@@ -96,8 +96,7 @@ class ModelAdapters:
         for slot, adapter in loads:
             for number, layer in enumerate(self._layers):
                 lora, start = layer.lora, 0
-                lora.a[slot].zero_()
-                lora.b[slot].zero_()
+                lora.b[slot].zero_()  # what is left of another adapter's A makes nothing of it
                 for part, size in enumerate(lora.parts):
                     if (found := adapter.parts.get((number, part))) is not None:
                         rank = len(found.a)
