@@ -3,8 +3,8 @@
 Used by every projection and the output head when a model runs with `quantization="int8"`. Weights are quantised once
 (`kernels.quantized_weight`), activations to 8 bits as they come, with a scale for each GROUP of them along k (after
 ZeroQuant, Yao et al., 2022). A transformer's outliers sit in few channels and would take the precision of their group:
-those of each row stay in float32 (after LLM.int8(), Dettmers et al., 2022), which divides the divergence from float32 by
-three. Products of a group are added up exactly in whole numbers, groups and then outliers in float32.
+those of each row stay in float32 (after LLM.int8(), Dettmers et al., 2022), which divides the divergence from float32
+by three. Products of a group are added up exactly in whole numbers, groups and then outliers in float32.
 """
 
 from dataclasses import replace

@@ -50,13 +50,16 @@ INLINE void quantize_values(float* x, float* tops, const Activations& to) {
   const float loud = total * (kOutlier / static_cast<float>(to.groups));
   Outlier *next = to.outliers, *const last = next + to.groups - 1;
   for (int64_t g = 0; g < to.groups; ++g) {
-    if (tops[g] > loud)
+    float top = tops[g];
+    if (top > loud) {
       for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
         if (!(__builtin_fabsf(x[i]) > loud) || next == last) continue;
         *next++ = {static_cast<int32_t>(i), x[i]};
         x[i] = 0.0f;
       }
-    quantize_group(x + g * kGroup, to.x[g]);
+      top = largest_magnitude(x + g * kGroup, kGroup);
+    }
+    quantize_group(x + g * kGroup, top, to.x[g]);
   }
   next->at = kNoMore;
 }

@@ -53,8 +53,9 @@ INLINE void multiply_panel(const Codes& panel, const Codes* next, const Activati
   });
 }
 
-// Rows `row` to `row + rows`, kLineRows at most, of panel `panel` of the result; x: their activations; outliers: of their
-// tiles; next: the panel that comes after it, or -1. All of a gate comes before the up projection, so that one panel at a time is in cache.
+// Rows `row` to `row + rows`, kLineRows at most, of panel `panel` of the result; x: their activations; outliers: of
+// their tiles; next: the panel that comes after it, or -1. All of a gate comes before the up projection, so that one panel
+// at a time is in cache.
 template <bool NIBBLES>
 INLINE void quantized_panel(const QuantizedLinear& a, const Activations& x, const TileOutlier* outliers, int64_t panel,
                             int64_t next, int64_t row, int64_t rows) {

@@ -98,10 +98,10 @@ struct ActivationGroup {
 
 static_assert(sizeof(ActivationGroup) <= kActivationGroupBytes);
 
-// Quantise kGroup values: the largest becomes 127, ties round to even. NaN and infinity make the scale NaN or infinite,
-// so they are not lost.
-INLINE void quantize_group(const float* x, ActivationGroup& to) {
-  const float top = largest_magnitude(x, kGroup), inverse = top > kTiny ? 127.0f / top : 0.0f;
+// Quantise kGroup values, the largest of magnitude `top`: it becomes 127, ties round to even. NaN and infinity make the
+// scale NaN or infinite, so they are not lost.
+INLINE void quantize_group(const float* x, float top, ActivationGroup& to) {
+  const float inverse = top > kTiny ? 127.0f / top : 0.0f;
   IntVec sums = {};
   for (int i = 0; i < kGroup; i += kLanes) {
     const IntVec q = round_to_int(load(x + i) * inverse);
