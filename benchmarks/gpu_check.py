@@ -5,7 +5,9 @@
 Runs tests/gpu, the kernels' times over their roofline (`benchmarks.kernels_gpu`), nano-vllm's benchmark on a model of
 Qwen3-0.6B's shape (bfloat16 and fp8 KV), and the same at a quarter of the size with one feature less at a time. Each
 result is on the page as soon as it is known, so a run that is cut off keeps what it had; one that fails is named there
-and the others go on. Needs torch, triton, transformers, safetensors, numpy and pytest, and no network.
+and the others go on. What pytest says of failures is in a file beside the page. Everything runs in processes of its
+own: a crash ends one part, and no part's memory is another's. Needs torch, triton, transformers, safetensors, numpy and
+pytest, and no network.
 
 Exit code: 0 all well, 1 something failed, 2 no CUDA device.
 """
@@ -13,12 +15,16 @@ Exit code: 0 all well, 1 something failed, 2 no CUDA device.
 import argparse
 import contextlib
 import datetime
-import importlib
 import json
+import re
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +87,7 @@ class Page:
             run()
         except Exception as error:
             self.failures.append(title)
-            self.write("", f"**{title} failed: {type(error).__name__}: {' '.join(str(error).split())[-400:]}**", "")
+            self.write("", f"**{title} failed: {type(error).__name__}: {' '.join(str(error).split())[-600:]}**", "")
 
 
 def describe(page: Page) -> None:
@@ -99,24 +105,85 @@ def describe(page: Page) -> None:
     )
 
 
-def run_tests(page: Page) -> None:
-    page.write("", "## tests/gpu", "")
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--confcutdir=tests/gpu", "-q", "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=page.seconds_left(180)
-    )
-    lines = result.stdout.splitlines()
-    page.write(*[line for line in lines if line.startswith(("FAILED", "ERROR"))], *lines[-1:])
-    if result.returncode != 0:
-        raise RuntimeError(f"pytest ended with {result.returncode}: {result.stderr[-200:]}")
+def run_tests(page: Page, title: str, parts: Sequence[Sequence[str]], seconds: float) -> None:
+    """parts: arguments of pytest, each for a process of its own, all at once. Names of failed tests go on the page."""
+    page.write("", f"## {title}", "")
+    told = page.path.with_suffix(".tests.txt")
+    counts: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    def run(arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "pytest", "--confcutdir=tests/gpu", "-v", "--tb=short", "-p",
+                   "no:cacheprovider", *arguments]  # fmt: skip
+        for line in stream(command, seconds):
+            with lock, told.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                if match := _TEST.match(line):
+                    counts[match[2]] += 1
+                    if match[2] in ("FAILED", "ERROR"):
+                        page.write(f"- {match[2]} {match[1]}")
+
+    errors = []
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for part in [pool.submit(run, arguments) for arguments in parts]:
+            try:
+                part.result()
+            except Exception as error:
+                errors.append(str(error))
+    page.write(", ".join(f"{count} {word.lower()}" for word, count in sorted(counts.items())) or "no test ran")
+    if errors:
+        raise RuntimeError("; ".join(errors))
 
 
-def run_kernels(page: Page) -> None:
+_TEST = re.compile(r"(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)")
+
+KERNEL_TESTS = [["tests/gpu/test_kernels.py", "-k", f"seed{seed}"] for seed in range(4)]
+KERNEL_TESTS.append(["tests/gpu/test_kernels.py", "-k", "not seed"])
+STEP_TESTS = [["tests/gpu/test_steps.py"]]
+
+
+def stream(command: Sequence[str], seconds: float) -> Iterator[str]:
+    """Lines of a command's output as they come. Raises `RuntimeError` if it fails, or is ended for want of time."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(max(seconds, 0), end)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield line.rstrip("\n")
+            process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+        stderr.seek(0)
+        said = " ".join(stderr.read()[-2000:].split())[-300:]
+    if late.is_set():
+        raise RuntimeError(f"ended after {seconds:.0f} s: {said}")
+    if process.returncode:
+        raise RuntimeError(f"it ended with {process.returncode}: {said}")
+
+
+def run_kernels(page: Page, seconds: float) -> None:
     page.write("", "## Kernels over their roofline", "")
-    rows = importlib.import_module("benchmarks.kernels_gpu").main(page.seconds_left(90))
     page.header(*KERNEL_COLUMNS)
-    for row in rows:
+    seconds = page.seconds_left(seconds)
+    command = [sys.executable, "-m", "benchmarks.kernels_gpu", "--budget", str(0.8 * seconds)]
+    failed = []
+    for line in stream(command, seconds):
+        row = json.loads(line)
         page.row(*(_short(row.get(column)) for column in KERNEL_COLUMNS))
+        if "error" in row:
+            failed.append(f"{row['name']} {row['shape']}: {row['error']}")
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
 def run_loads(page: Page, title: str, jobs: dict[str, Job], seconds: float) -> None:
@@ -127,18 +194,9 @@ def run_loads(page: Page, title: str, jobs: dict[str, Job], seconds: float) -> N
 
 
 def _run_load(page: Page, name: str, job: Job, seconds: float) -> None:
-    """In a process of its own, so that nothing of one run is left in the next."""
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_load", json.dumps(job)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=page.seconds_left(seconds),
-    )
-    if result.returncode != 0:
-        raise RuntimeError(result.stderr)
-    figures = json.loads(result.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "benchmarks.gpu_load", json.dumps(job)]
+    *_, last = stream(command, page.seconds_left(seconds))
+    figures = json.loads(last)
     page.row(name, *(_short(figures[column]) for column in LOAD_COLUMNS))
 
 
@@ -157,12 +215,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("gpu-check: no CUDA device that torch can use, so nothing was run", file=sys.stderr)
         return 2
+    args.out.with_suffix(".tests.txt").unlink(missing_ok=True)
     page = Page(args.out, time.monotonic() + 60 * args.minutes)
     page.write(f"# GPU check, {datetime.datetime.now().isoformat(timespec='minutes')}", "")
     page.attempt("device", lambda: describe(page))
-    page.attempt("tests/gpu", lambda: run_tests(page))
+    kernels, steps = "tests/gpu: kernels", "tests/gpu: steps"
+    page.attempt(kernels, lambda: run_tests(page, kernels, KERNEL_TESTS, page.seconds_left(120)))
+    page.attempt(steps, lambda: run_tests(page, steps, STEP_TESTS, page.seconds_left(150)))
     run_loads(page, "256 requests, 100-1024 tokens in and out", LOADS, 100)
-    page.attempt("kernels", lambda: run_kernels(page))
+    page.attempt("kernels", lambda: run_kernels(page, 90))
     run_loads(page, "One feature less: 128 requests, 100-512 tokens", ABLATION, 60)
     failed = ", ".join(page.failures)
     page.write("", f"Failed: {failed}." if failed else "All of it ran.")

@@ -1,6 +1,6 @@
 """Host time of a decode step: everything but the model.
 
-    python -m benchmarks.host_overhead [--sequences 1,32,256,1024] [--steps N] [--overlap] [--json]
+    python -m benchmarks.host_overhead [--sequences 1,32,256,1024] [--steps N] [--overlap] [--swap] [--json]
 
 Drives the public `Engine.step()` with a stand-in for the device: forward and sampling are left out, while planning,
 block growth, the plan's arrays as tensors, the differences to the device's tables, stop checks, hashing and output
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from engine.engine import Engine
-from engine.runner import RunnerInfo
+from engine.runner import RunnerInfo, SwapInfo
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan, StepResult
 from engine.step_inputs import DeviceRows
@@ -35,7 +35,7 @@ BUDGET = 16_384
 class HostOnlyRunner:
     """Does the host's half of a launch and samples the same token for ever."""
 
-    def __init__(self, num_sequences: int) -> None:
+    def __init__(self, num_sequences: int, swap: bool) -> None:
         blocks = num_sequences * -(-MAX_MODEL_LEN // BLOCK_SIZE)
         self.info = RunnerInfo(
             num_blocks=blocks,
@@ -47,6 +47,7 @@ class HostOnlyRunner:
             eos_token_ids=(2,),
             device="stand-in",
             dtype="none",
+            swap=SwapInfo(blocks, 1 << 20, seconds_per_block=1e-4, seconds_per_token=1e-4) if swap else None,
         )
         self._rows = DeviceRows(self.info, torch.device("cpu"))
         self._tokens = np.full(num_sequences, 5)
@@ -62,10 +63,10 @@ class HostOnlyRunner:
         pass
 
 
-def measure(num_sequences: int, steps: int, overlap: bool) -> dict[str, Any]:
+def measure(num_sequences: int, steps: int, overlap: bool, swap: bool = False) -> dict[str, Any]:
     """Median time of a decode step with `num_sequences` running, by part."""
     rng = random.Random(0)
-    runner = HostOnlyRunner(num_sequences)
+    runner = HostOnlyRunner(num_sequences, swap)
     engine = Engine(runner, async_scheduling=overlap)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1024)
     for i in range(num_sequences):
@@ -108,9 +109,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", default="1,32,256,1024", help="numbers of running sequences, by commas")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--overlap", action="store_true", help="with two steps in flight")
+    parser.add_argument("--swap", action="store_true", help="with swap space, which nobody needs here")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    rows = [measure(int(n), args.steps, args.overlap) for n in args.sequences.split(",")]
+    rows = [measure(int(n), args.steps, args.overlap, args.swap) for n in args.sequences.split(",")]
     if args.json:
         print(json.dumps({"overlap": args.overlap, "rows": rows}))
         return

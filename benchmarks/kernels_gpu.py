@@ -1,9 +1,9 @@
 """Time of each GPU kernel beside its floor (`kernels.gpu.roofline`), on a card: `python -m benchmarks.kernels_gpu`.
 
 Shapes are Qwen3-0.6B's: hidden 1024, 16 query and 8 KV heads of 128, MLP 3072, vocabulary 151936; experts are
-Qwen3-30B-A3B's, 128 of 768 over 2048, 8 a token. The two ceilings, memory bandwidth and bf16 matrix rate, are measured
-first. A time is the median of several, each of many launches
-between two events, in a captured graph where that works, and over as many sets of inputs as exceed the cache.
+Qwen3-30B-A3B's, 128 of 768 over 2048, 8 a token. The two ceilings, memory bandwidth and 16-bit matrix rate, are
+measured first. A time is the median of several, each of many launches between two events, in a captured graph where
+that works, and over as many sets of inputs as exceed the cache.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from kernels.gpu.roofline import Work
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 1024, 16, 8, 128, 3072, 151_936
 CACHE_BYTES = 256 << 20  # more than any card's L2
-DTYPE = torch.bfloat16
+OLD_CARD = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+DTYPE = torch.float16 if OLD_CARD else torch.bfloat16
 
 
 @dataclass
@@ -83,7 +84,7 @@ def _each(launches: list[Callable[[], object]]) -> None:
 
 
 def ceilings() -> tuple[float, float]:
-    """(GB/s of a large copy, reads plus writes; TFLOP/s of a large bf16 product)."""
+    """(GB/s of a large copy, reads plus writes; TFLOP/s of a large product in DTYPE)."""
     source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / timed_us([partial(target.copy_, source)] * 4) / 1e3
@@ -212,27 +213,35 @@ def _sampling(choose: Callable[..., object], rows: int, filtered: bool) -> Calla
     return partial(choose, logits, ids, ones, ids, ids, filters)
 
 
-def main(budget_s: float) -> list[dict[str, Any]]:
-    """Rows, as many as the budget allows; the first are the ceilings. Needs a card."""
+def rows(budget_s: float) -> Iterator[dict[str, Any]]:
+    """Rows, as many as the budget allows; the first are the ceilings. Needs a card.
+
+    A case that fails has an error in place of its times, and the others go on.
+    """
     deadline = time.monotonic() + budget_s
     bandwidth, rate = ceilings()
-    rows = [
-        {"name": "ceiling", "shape": "copy", "gb_per_s": bandwidth},
-        {"name": "ceiling", "shape": "bf16 product of 8192", "tflop_per_s": rate},
-    ]
+    yield {"name": "ceiling", "shape": "copy", "gb_per_s": bandwidth}
+    yield {"name": "ceiling", "shape": f"{str(DTYPE).removeprefix('torch.')} product of 8192", "tflop_per_s": rate}
     for case in cases():
         if time.monotonic() > deadline:
             break
-        sets = max(1, min(64, -(-CACHE_BYTES // max(case.work.bytes, 1))))
-        launches = [case.make() for _ in range(sets)]
-        us = timed_us(launches * max(1, 16 // sets))
+        try:
+            us = _time_case(case)
+        except Exception as error:
+            yield {"name": case.name, "shape": case.shape, "error": f"{type(error).__name__}: {error}"[:300]}
+            continue
         floor = case.work.floor_us(bandwidth, rate)
-        rows.append(asdict(Row(case.name, case.shape, us, case.work.bytes, case.work.flops, floor, floor / us)))
-    return rows
+        yield asdict(Row(case.name, case.shape, us, case.work.bytes, case.work.flops, floor, floor / us))
+
+
+def _time_case(case: Case) -> float:
+    sets = max(1, min(64, -(-CACHE_BYTES // max(case.work.bytes, 1))))
+    launches = [case.make() for _ in range(sets)]
+    return timed_us(launches * max(1, 16 // sets))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("--budget", type=float, default=120.0, help="seconds")
-    for row in main(parser.parse_args().budget):
-        print(json.dumps(row))
+    for found in rows(parser.parse_args().budget):
+        print(json.dumps(found), flush=True)

@@ -43,6 +43,7 @@ class Experts:
         ]
         self.gelu = config.activation == "gelu_tanh"
         self.stacked = None if self.experts[0].gate_up.bias is not None else self._stack()
+        self.waits = self.stacked is None or not experts.usable(self.stacked[0])
 
     def _stack(self) -> tuple[Tensor, Tensor] | None:
         """Put the experts' weights, still empty, into one piece of memory: [experts, rows, columns] each.
@@ -59,10 +60,6 @@ class Experts:
                 linear.weight = part
             stacks.append(stack)
         return stacks[0], stacks[1]
-
-    @property
-    def waits(self) -> bool:
-        return self.stacked is None or not experts.usable(self.stacked[0])
 
     def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual: [tokens, hidden] -> (experts of the norm of their sum, their sum), both [tokens, hidden]."""
@@ -81,7 +78,7 @@ class Experts:
 
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """-> the sum of the chosen experts' results by their weights, [tokens, hidden]."""
-        if self.stacked is not None and experts.usable(x):
+        if self.stacked is not None and not self.waits:
             out = experts.experts_mlp(x, *self.stacked, chosen, weights, self.gelu)
         else:
             out = self._one_by_one(x, chosen, weights)

@@ -40,7 +40,7 @@ def choose_tiles(card: Gpu, pairs: int, num_experts: int, dtype: torch.dtype) ->
     return Tiles(64, 64, 64, 4, 3 if roomy else 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _sort_kernel(chosen, counts, order, pairs, BLOCK: tl.constexpr):
     """Each program lists one expert's pairs, in order, behind those of the experts before it."""
     expert = tl.program_id(0)

@@ -1,4 +1,7 @@
-"""The engine runs where only torch, triton, transformers, safetensors and numpy are installed: a bare CUDA image."""
+"""The engine runs where only torch, triton, transformers, safetensors, numpy and pytest are: a bare CUDA image.
+
+So do the tests and measurements of a card, as far as they can run without one.
+"""
 
 import re
 import subprocess
@@ -9,10 +12,12 @@ from pathlib import Path
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[2]
-INSTALLED = ("torch", "triton", "transformers", "safetensors", "numpy")
+INSTALLED = ("torch", "triton", "transformers", "safetensors", "numpy", "pytest")
 
 PROGRAM = '''
-import sys
+import os, sys
+
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 
 class Without:
     """A finder that does not find what is blocked: libraries ask whether others are there."""
@@ -28,8 +33,11 @@ class Without:
 
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path if hasattr(finder, "find_spec")]
 
+import benchmarks.gpu_check, benchmarks.gpu_load, benchmarks.kernels_gpu, pytest
 from engine import LLM, SamplingParams
 
+# The tests of a card read all that they need, and find no card.
+assert pytest.main(["-q", "--confcutdir=tests/gpu", "-p", "no:cacheprovider", "tests/gpu"]) == 5
 llm = LLM(FOLDER, load_format="dummy", device="cpu", num_gpu_blocks_override=32, swap_space=0.001, num_threads=1)
 outputs = llm.generate(["a fox", [5, 6, 7]], SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=5))
 print(*(len(output.outputs[0].token_ids) for output in outputs))
@@ -53,7 +61,7 @@ def names_needed(name: str, seen: set[str]) -> set[str]:
     return seen
 
 
-def test_the_engine_runs_on_five_packages(tmp_path: Path) -> None:
+def test_engine_and_gpu_check_run_on_six_packages(tmp_path: Path) -> None:
     needed: set[str] = set()
     for name in INSTALLED:
         names_needed(name, needed)

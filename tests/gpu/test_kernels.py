@@ -39,7 +39,7 @@ def randn(*shape, dtype=torch.float32, scale=1.0):
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
 
-@pytest.fixture(params=SEEDS)
+@pytest.fixture(params=SEEDS, ids=lambda seed: f"seed{seed}")
 def rng(request):
     torch.manual_seed(request.param)
     return random.Random(request.param)
