@@ -96,7 +96,8 @@ class ModelAdapters:
         for slot, adapter in loads:
             for number, layer in enumerate(self._layers):
                 lora, start = layer.lora, 0
-                lora.b[slot].zero_()  # what is left of another adapter's A makes nothing of it
+                lora.a[slot].zero_()  # not B alone: 0 times an infinite number of another adapter is none
+                lora.b[slot].zero_()
                 for part, size in enumerate(lora.parts):
                     if (found := adapter.parts.get((number, part))) is not None:
                         rank = len(found.a)

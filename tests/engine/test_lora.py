@@ -168,6 +168,22 @@ def test_a_failed_step_brings_adapters_to_the_device_again(models):
     engine.close()
 
 
+@pytest.mark.parametrize("which", ["A", "B"])
+def test_an_adapter_that_is_no_numbers_leaves_nothing_in_its_slot(models, tmp_path, which):
+    folder = tmp_path / "adapter"
+    shutil.copytree(models.adapters["one"], folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    changed = {name: t.fill_(float("inf")) if f"lora_{which}" in name else t for name, t in tensors.items()}
+    save_file(changed, folder / "adapter_model.safetensors")
+    engine = lora_engine(models.base, max_loras=1)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add_request("bad", PROMPTS[0], params, adapter=engine.load_adapter(LoRARequest("bad", 1, str(folder))))
+    drain(engine)
+    submit(engine, models, "two", 0, "good")
+    assert drain(engine)["good"] == models.expected["two", 0]
+    engine.close()
+
+
 def test_files_that_changed_under_a_name_reuse_no_kv(models, tmp_path):
     folder = tmp_path / "adapter"
     shutil.copytree(models.adapters["one"], folder)
