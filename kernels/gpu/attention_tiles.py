@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention.backend import FP8
 from kernels.gpu import Gpu
 
 SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -54,10 +55,9 @@ def choose_tiles(
     precision = "tf32x3" if wide else "ieee"
     roomy = gpu.capability in ((8, 0), (9, 0), (10, 0))
     if max_query_len <= 1:
-        # Two to four blocks a multiprocessor: one loads while another computes. Decoding 8 bits takes registers.
-        if roomy:
-            block_n = 128 if width <= 128 and stored.itemsize > 1 else 64
-        else:
+        block_n = 128 if width <= 128 and stored is not FP8 else 64  # decoding takes registers
+        if not roomy and stored is not torch.int8:
+            # Two blocks a multiprocessor at the least: one loads while another computes.
             block_n = 64 if width <= 128 else 32
         if wide:
             block_n = 32
