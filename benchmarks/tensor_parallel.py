@@ -71,10 +71,11 @@ class TimedRank:
         self._steps: list[tuple[int, float, float]] = []  # sequences, ms in all, ms in collectives
         wait = ParallelGroup._wait
 
-        def timed(group: ParallelGroup, *args: Any) -> None:
+        def timed(group: ParallelGroup, *args: Any) -> Any:
             began = time.perf_counter()
-            wait(group, *args)
+            result = wait(group, *args)
             self._in_collectives += time.perf_counter() - began
+            return result
 
         ParallelGroup._wait = timed  # type: ignore[method-assign]
         self._runner = load_rank(config, rank, store)

@@ -4,6 +4,7 @@ A group is an object of its own, made from a store at which its ranks meet; noth
 host know nothing of each other. On a GPU it is NCCL. On a CPU it is gloo, with sums of our own: every rank gets all of
 the others' numbers and adds them in the order of ranks. So all have the same bits, whatever else is in the batch (a
 ring begins elsewhere in each part of a tensor), and a decode step waits for one exchange instead of a ring's rounds.
+Ranks on one host exchange what is small through shared memory.
 """
 
 import socket
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from engine.channel import ChannelClosedError, ChannelTimeoutError
 from engine.errors import EngineDeadError
+from engine.host_exchange import MAX_BYTES, HostExchange
 
 START_TIMEOUT_S = 600.0
 """For what ranks do once, when some have loaded their weights long before others."""
@@ -45,6 +48,7 @@ class ParallelGroup:
         self.device = device
         self.timeout_s = timeout_s
         self._backend = backend
+        self._exchange: HostExchange | None = None
         self._on_cpu = device.type == "cpu"
         self._first = _options(dist.BroadcastOptions, rootRank=0, rootTensor=0)
         self._to_first = _options(dist.GatherOptions, rootRank=0)
@@ -85,30 +89,43 @@ class ParallelGroup:
             raise RankLostError(f"rank {rank} of {size} did not find the others: {error}") from error
         group = cls(backend, rank, size, device, timeout_s)
         group.local_size = hosts.count(hosts[rank])
+        if device.type == "cpu" and size > 1:
+            group._exchange = HostExchange.meet(store, rank, size)
+            if not group.min(group._exchange is not None):
+                group._exchange = None
         return group
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, of any one shape; x may be overwritten."""
-        if self._on_cpu and (self.size > 2 or x.numel() < _SMALL):
-            return _sum(self._all_gather(x)).view(x.shape)
         x = x.contiguous()
-        self._wait("all_reduce", lambda: self._backend.allreduce([x]))
+        if self._on_cpu and (self.size > 2 or x.numel() < _SMALL):
+            return _sum(self._all_gather(x))
+        self._wait("all_reduce", lambda: self._backend.allreduce([x]).wait())
         return x
 
     def gather(self, x: Tensor, width: int) -> Tensor:
         """x: [n, columns], the same on all ranks -> on rank 0 the first `width` columns of all ranks' side by side,
         [n, width]; elsewhere [0, width]."""
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        self._wait("gather", lambda: self._backend.gather([parts] if parts else [], [x], self._to_first))
-        if not parts:
+        if self._by_memory(x):
+            parts = self._all_gather(x)
+        else:
+            parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+            results = [parts] if parts else []
+            self._wait("gather", lambda: self._backend.gather(results, [x], self._to_first).wait())
+        if self.rank > 0:
             return x.new_empty(0, width)
         columns = x.shape[1]
         return torch.cat([part[:, : max(0, width - i * columns)] for i, part in enumerate(parts)], dim=1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's x, written over the others' x of the same shape and type."""
-        self._wait("broadcast", lambda: self._backend.broadcast([x], self._first))
+        if (exchange := self._by_memory(x)) is None:
+            self._wait("broadcast", lambda: self._backend.broadcast([x], self._first).wait())
+        elif self.rank == 0:
+            self._wait("broadcast", lambda: exchange.send(x, self.timeout_s))
+        else:
+            x.copy_(self._wait("broadcast", lambda: exchange.receive(0, x, self.timeout_s)))
         return x
 
     def min(self, value: int) -> int:
@@ -117,7 +134,7 @@ class ParallelGroup:
         options = _options(
             dist.AllreduceOptions, reduceOp=dist.ReduceOp.MIN, timeout=timedelta(seconds=START_TIMEOUT_S)
         )
-        self._wait("min", lambda: self._backend.allreduce([smallest], options), START_TIMEOUT_S)
+        self._wait("min", lambda: self._backend.allreduce([smallest], options).wait(), START_TIMEOUT_S)
         return int(smallest)
 
     def close(self) -> None:
@@ -125,19 +142,30 @@ class ParallelGroup:
         backend, self._backend = self._backend, _Closed()
         if not isinstance(backend, _Closed):
             backend.shutdown()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _by_memory(self, x: Tensor) -> HostExchange | None:
+        """What brings x to the others through shared memory, if that is the way for it; the same on all ranks."""
+        return self._exchange if x.numel() * x.element_size() <= MAX_BYTES else None
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, flat, in the order of ranks."""
-        x = x.reshape(-1)
+        """Every rank's x, in the order of ranks; of this one it may be x itself."""
+        if (exchange := self._by_memory(x)) is not None:
+            parts: list[Tensor] = self._wait("all_gather", lambda: exchange.all_gather(x, self.timeout_s))
+            return parts
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._wait("all_gather", lambda: self._backend.allgather([parts], [x]))
+        self._wait("all_gather", lambda: self._backend.allgather([parts], [x]).wait())
         return parts
 
-    def _wait(self, what: str, start: Callable[[], Any], timeout_s: float | None = None) -> None:
+    def _wait(self, what: str, exchange: Callable[[], Any], timeout_s: float | None = None) -> Any:
         """On a GPU the stream waits, not the host."""
         try:
-            start().wait()
-        except RuntimeError as error:
+            return exchange()
+        except (RuntimeError, ChannelTimeoutError, ChannelClosedError) as error:
+            if self._exchange is not None:
+                self._exchange.give_up()
             self.close()  # what comes late would be taken for the answer to something else
             raise RankLostError(
                 f"rank {self.rank} of {self.size} waited for the others in {what}: one has gone, or did not answer in "

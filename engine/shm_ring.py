@@ -73,6 +73,7 @@ class Ring:
         self.num_readers = num_readers
         self._memory = mmap.mmap(descriptor, _size(num_readers))
         self.sent = _Counter(self._memory, 0)
+        self._given_up = np.frombuffer(self._memory, dtype=np.uint32, count=1, offset=4)
         self.taken = [_Counter(self._memory, (1 + i) * _LINE) for i in range(num_readers)]
         self._slots = (1 + num_readers) * _LINE
         self._descriptor = -1
@@ -98,6 +99,14 @@ class Ring:
     @property
     def address(self) -> str:
         return f"{os.getpid()}:{self._descriptor}:{self.num_readers}"
+
+    def give_up(self) -> None:
+        """By the writer: readers are to make nothing of what is in it."""
+        self._given_up[0] = 1
+
+    @property
+    def given_up(self) -> bool:
+        return bool(self._given_up[0])
 
     def close(self) -> None:
         """Let nobody else open it; idempotent. Who holds the memory keeps it."""

@@ -1,0 +1,90 @@
+"""Small tensors among ranks of one host, through shared memory: each rank writes a ring that all others read.
+
+A connection, such as gloo's, hands each message to a thread at either end; here only the rank that waits is woken.
+"""
+
+import contextlib
+import os
+import select
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from engine.channel import ChannelClosedError
+from engine.shm_ring import SLOT_BYTES, SLOTS, Ring, RingReader, RingWriter
+
+MAX_BYTES = SLOTS // 4 * SLOT_BYTES
+"""Of a tensor. A rank may be one exchange ahead of another, so at most two of them are in a ring before it reads."""
+
+
+class HostExchange:
+    """This rank's end: a writer to all others, and a reader of each. Calls must come in the same order on all ranks."""
+
+    def __init__(self, ring: Ring, rings: dict[int, Ring], rank: int) -> None:
+        self._ring = ring
+        self._writer = RingWriter(ring)
+        self._readers = {other: RingReader(theirs, rank - (rank > other)) for other, theirs in rings.items()}
+        self._rings = list(rings.values())
+        self._rank = rank
+        self._ends = select.poll()
+
+    @classmethod
+    def meet(cls, store: Store, rank: int, size: int) -> Self | None:
+        """None where this rank cannot reach all others, which may have met it all the same."""
+        ring = Ring.create(size - 1)
+        # A process number means something in its own namespace alone.
+        space = f"{_read('/proc/sys/kernel/random/boot_id')} {os.readlink('/proc/self/ns/pid')}"
+        store.set(f"exchange {rank}", f"{space}\n{ring.address}")
+        met = [store.get(f"exchange {other}").decode().split("\n") for other in range(size)]
+        if any(their_space != space for their_space, _ in met):
+            ring.close()
+            return None
+        with contextlib.suppress(OSError):
+            exchange = cls(ring, {i: Ring.open(address) for i, (_, address) in enumerate(met) if i != rank}, rank)
+            for i, (_, address) in enumerate(met):
+                if i != rank:
+                    exchange._ends.register(os.pidfd_open(int(address.split(":")[0])), select.POLLIN)
+            return exchange
+        ring.close()
+        return None
+
+    def send(self, x: Tensor, timeout_s: float) -> None:
+        """x: contiguous, of MAX_BYTES at most. Raises as `engine.channel.Sender.send` does."""
+        data = x.detach().reshape(-1).view(torch.uint8).numpy()
+        self._writer.send(data.tobytes(), timeout_s, self._raise_if_gone)
+
+    def receive(self, other: int, like: Tensor, timeout_s: float) -> Tensor:
+        """What the other rank sent, of the shape and type of `like`."""
+        message = self._readers[other].receive(timeout_s, self._raise_if_gone)
+        self._raise_if_given_up()
+        return torch.frombuffer(message, dtype=like.dtype).view(like.shape)
+
+    def all_gather(self, x: Tensor, timeout_s: float) -> list[Tensor]:
+        """Every rank's x, in the order of ranks; of this one x itself."""
+        self.send(x, timeout_s)
+        ranks = range(len(self._readers) + 1)
+        return [x if rank == self._rank else self.receive(rank, x, timeout_s) for rank in ranks]
+
+    def give_up(self) -> None:
+        """What others have sent and this rank has not waited for is of no use to anybody: they are to know."""
+        self._ring.give_up()
+
+    def close(self) -> None:
+        """Let nobody else in; idempotent."""
+        self._ring.close()
+
+    def _raise_if_gone(self) -> None:
+        self._raise_if_given_up()
+        if self._ends.poll(0):
+            raise ChannelClosedError("the process of another rank has ended")
+
+    def _raise_if_given_up(self) -> None:
+        if any(ring.given_up for ring in self._rings):
+            raise ChannelClosedError("another rank has waited too long")
+
+
+def _read(file: str) -> str:
+    with open(file) as opened:
+        return opened.read().strip()
