@@ -6,16 +6,19 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
 from engine.errors import InvalidRequestError
 from engine.llm import LLM
 from engine.lora.request import LoRARequest
+from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.quantized_weight import QuantizedWeight
 from tests import reference, tiny_families, tiny_models
 from tests.engine.build import OVERLAPPED, build_engine
+from tests.fake_cuda import FakeCuda
 from tests.kernels.weights import q8_0
 from tests.scripted import LateRunner, drain
 from tests.tiny_adapters import merge, write_adapter
@@ -66,9 +69,11 @@ def lora_engine(path: Path, attention: str = "cpu", **settings: object) -> Engin
     return build_engine(path, attention, **({"enable_lora": True} | settings))
 
 
-def submit(engine: Engine, models: Models, name: str | None, i: int, request_id: str) -> None:
+def submit(
+    engine: Engine, models: Models, name: str | None, i: int, request_id: str, max_tokens: int = NUM_TOKENS
+) -> None:
     adapter = None if name is None else engine.load_adapter(models.request(name))
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     engine.add_request(request_id, PROMPTS[i], params, adapter=adapter)
 
 
@@ -130,6 +135,7 @@ def test_adapters_beside_exact_codes_of_a_quantised_checkpoint(models, tmp_path)
     base = tmp_path / "codes"
     shutil.copytree(models.base, base)
     weights = load_file(base / "model.safetensors")
+    torch.manual_seed(0)
     for name, weight in weights.items():
         if weight.dim() == 2 and "layers" in name:
             weights[name] = q8_0(*weight.shape)
@@ -154,6 +160,33 @@ def test_projections_that_are_stored_as_one_matrix(tmp_path):
     engine.add_request("a", PROMPTS[0], params, adapter=engine.load_adapter(LoRARequest("a", 1, str(adapter))))
     assert drain(engine)["a"] == reference.greedy(merged, PROMPTS[0], 12)
     engine.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_graphs_serve_the_steps_without_adapters_and_the_others_go_without(models, asynchronous):
+    plain, cuda = lora_engine(models.base).runner, FakeCuda()
+    backend = plain.model.layers[0].attention.backend
+    runner = ModelRunner(plain.model, backend, plain.info, dtype=plain.dtype, device=plain.device, cuda=cuda,
+                         adapters=plain.adapters)  # fmt: skip
+    runner.pad_decodes(capture=True)
+    engine = Engine(runner, async_scheduling=asynchronous, adapters=plain.adapter_cache)
+    submit(engine, models, None, 0, "base")
+    for _ in range(4):
+        engine.step()
+    replays = cuda.log.count("replay")
+    assert replays
+    submit(engine, models, "one", 1, "one")
+    for _ in range(4):
+        engine.step()
+    assert cuda.log.count("replay") <= replays + 2 * asynchronous
+    engine.abort("one")
+    submit(engine, models, "two", 2, "two", 5)
+    tokens = drain(engine)
+    assert tokens["two"] == models.expected["two", 2][:5]
+    assert tokens["base"] == models.expected[None, 0][-len(tokens["base"]) :]
+    assert len(tokens["base"]) > 20
+    assert cuda.log.count("replay") > replays + 2
+    runner.close()
 
 
 def test_a_failed_step_brings_adapters_to_the_device_again(models):

@@ -34,6 +34,7 @@ def test_every_mode_runs_on_decodes_and_prompts() -> None:
         runner_info(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=2),
         runner_info(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=40),
         runner_info(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=3000),
+        runner_info(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=40, max_loras=2),
     ],
 )
 def test_no_step_is_larger_or_longer_than_there_can_be(info: RunnerInfo) -> None:
