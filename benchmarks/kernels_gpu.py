@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.attention import AttentionBackend, AttentionMetadata, HeadNorms
@@ -128,6 +129,8 @@ def cases() -> Iterator[Case]:
     if gpu.capability >= (8, 0):
         for tokens in (1, 64, 8192):
             yield _experts(tokens)
+    for tokens in (16, 8192):
+        yield _adapters(tokens)
     for block_size in (0, 256):
         other = select_gpu_backend(gpu, installed(), DTYPE, HEAD_DIM, block_size)
         if other.name.startswith("flash"):
@@ -141,6 +144,19 @@ def cases() -> Iterator[Case]:
                 roofline.sample(rows, VOCAB, filtered),
                 partial(_sampling, sampler.choose, rows, filtered),
             )
+
+
+def _adapters(tokens: int, adapters: int = 2, rank: int = 16) -> Case:
+    from kernels import lora
+
+    def make() -> Callable[[], object]:
+        weights = lora.lora_weights(adapters, rank, HIDDEN, (MLP, MLP), dtype=DTYPE, device=torch.device("cuda"))
+        arrays = lora.lora_tiles(np.arange(tokens, dtype=np.int32) % adapters)
+        grouped = lora.LoraTokens(*(torch.from_numpy(array).cuda() for array in arrays))
+        return partial(lora.add_lora, _random(tokens, 2 * MLP), _random(tokens, HIDDEN), weights, grouped)
+
+    work = roofline.add_lora(tokens, adapters, HIDDEN, 2 * MLP, 2, rank, 2)
+    return Case("add_lora", f"{tokens} tokens of {adapters} adapters of rank {rank}", work, make)
 
 
 def _experts(tokens: int, count: int = 128, per_token: int = 8, hidden: int = 2048, inner: int = 768) -> Case:

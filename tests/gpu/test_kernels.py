@@ -3,10 +3,11 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from kernels import activation, bitmask, experts, gpu, rms_norm, sampler
+from kernels import activation, bitmask, experts, gpu, lora, rms_norm, sampler
 from kernels.attention import HeadNorms, select_backend
 from kernels.attention.backend import FP8
 from kernels.attention.flash_backend import Flash2Backend, Flash3Backend
@@ -161,6 +162,25 @@ def test_experts(rng, dtype):
     got = experts.experts_mlp(*given, chosen, weights.to(dtype), gelu)
     exact = experts.reference(*(each.double() for each in given), chosen, weights.to(dtype).double(), gelu)
     close(got, exact, 10.0 if dtype is torch.float32 else 1.0)  # three products of tf32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_of_a_mixed_batch(rng, dtype):
+    tokens, k = rng.choice([1, 40, 300]), rng.choice([576, 1000])
+    rank, parts = rng.choice([(8, (576, 192, 192)), (64, (1536, 1536)), (16, (1000,))])
+    weights = lora.lora_weights(3, rank, k, parts, dtype=dtype, device=torch.device("cuda"))
+    weights.a.normal_(0.0, k**-0.5)
+    weights.b.normal_(0.0, rank**-0.5)
+    slots = np.array([rng.randint(-1, 2) for _ in range(tokens)], dtype=np.int32)
+    order, tiles = (torch.from_numpy(array).cuda() for array in lora.lora_tiles(slots))
+    x, y = randn(tokens, k, dtype=dtype), randn(tokens, sum(parts), dtype=dtype)
+    exact, before = y.double(), y.clone()
+    doubles = dataclasses.replace(weights, a=weights.a.double(), b=weights.b.double())
+    lora.reference(exact, x.double(), doubles, lora.LoraTokens(order, tiles))
+    lora.add_lora(y, x, weights, lora.LoraTokens(order, tiles))
+    close(y, exact)
+    without = torch.from_numpy(slots < 0).cuda()
+    assert torch.equal(y[without], before[without])
 
 
 def test_sampler_draws_the_tokens_of_the_definition(rng):

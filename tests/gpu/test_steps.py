@@ -1,5 +1,6 @@
 """The engine on a GPU: the CPU's tokens with every feature on and off, and a decode step that waits for nothing."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.lora.request import LoRARequest
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason, StepOutput
 from engine.padded_step import is_decode
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
 from tests import tiny_families, tiny_models
+from tests.tiny_adapters import write_adapter
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU that torch can use", allow_module_level=True)
@@ -40,11 +43,12 @@ def build(folder: Path, device: str = "cuda", **settings: object) -> Engine:
 
 
 def run(
-    engine: Engine, num_tokens: int = NUM_TOKENS, **params: object
+    engine: Engine, num_tokens: int = NUM_TOKENS, adapters: Sequence[LoRARequest | None] = (None,), **params: object
 ) -> tuple[dict[str, list[int]], list[StepOutput]]:
+    loaded = [None if adapter is None else engine.load_adapter(adapter) for adapter in adapters]
     for i, prompt in enumerate(PROMPTS):
         sampling = SamplingParams(**({"temperature": 0.0, "seed": i} | params), max_tokens=num_tokens, ignore_eos=True)
-        engine.add_request(str(i), prompt, sampling)
+        engine.add_request(str(i), prompt, sampling, adapter=loaded[i % len(loaded)])
     tokens: dict[str, list[int]] = {}
     outputs = []
     while engine.has_work():
@@ -59,10 +63,12 @@ def truth(folder: Path) -> dict[str, list[int]]:
     return truth_of(folder)
 
 
-def truth_of(folder: Path) -> dict[str, list[int]]:
+def truth_of(
+    folder: Path, adapters: Sequence[LoRARequest | None] = (None,), **settings: object
+) -> dict[str, list[int]]:
     """Greedy tokens of the CPU, up to the first close call of each prompt."""
-    engine = build(folder, "cpu", quantization=None)
-    tokens, outputs = run(engine, logprobs=2)
+    engine = build(folder, "cpu", quantization=None, **settings)
+    tokens, outputs = run(engine, adapters=adapters, logprobs=2)
     engine.close()
     for name in tokens:
         entries = [entry for output in outputs for entry in output.logprobs.get(name, [])]
@@ -103,6 +109,21 @@ def test_a_model_with_experts_has_the_tokens_of_the_cpu(tmp_path: Path, conditio
     if torch.cuda.get_device_capability() >= (8, 0):
         assert (engine.runner.graphs is not None) == ("enforce_eager" not in CONDITIONS[condition])
     tokens, _ = run(engine)
+    for name, ids in expected.items():
+        assert tokens[name][: len(ids)] == ids
+    engine.close()
+
+
+@pytest.mark.parametrize("condition", ["graphs and overlap", "neither"])
+def test_adapters_and_the_model_itself_have_the_tokens_of_the_cpu(folder: Path, tmp_path: Path, condition: str) -> None:
+    adapters = [
+        None,
+        LoRARequest("one", 1, str(write_adapter(tmp_path / "one", folder, seed=1))),
+        LoRARequest("two", 2, str(write_adapter(tmp_path / "two", folder, seed=2, targets=("q_proj", "down_proj")))),
+    ]
+    expected = truth_of(folder, adapters, enable_lora=True)
+    engine = build(folder, enable_lora=True, **CONDITIONS[condition])
+    tokens, _ = run(engine, adapters=adapters)
     for name, ids in expected.items():
         assert tokens[name][: len(ids)] == ids
     engine.close()
