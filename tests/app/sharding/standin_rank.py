@@ -21,10 +21,10 @@ class StandInRank(ShadowRunner):
         self._folder, self._rank = Path(config.model), rank
         if self._told("start"):
             raise ValueError("made to fail at the start")
+        (self._folder / f"rank-{rank.index}").write_text(str(os.getpid()))
         store.set(f"here {rank.index}", "")
         for other in range(rank.size):
             store.get(f"here {other}")
-        (self._folder / f"rank-{rank.index}").write_text(str(os.getpid()))
 
     def launch(self, plan: StepPlan) -> StepResult:
         if self._told("raise"):
