@@ -26,7 +26,7 @@ class EngineConfig:
         place of float32, float16 in place of bfloat16 where the card has no tensor cores for that.
     quantization: int8 computes weights and activations in 8 bits, on a CPU alone (docs/quantization.md); none, or
         None, keeps what the checkpoint holds; auto is int8 on a CPU unless `dtype` is given.
-    kv_cache_dtype: what the KV cache stores; auto is int8 where auto made the weights so, else the type of the
+    kv_cache_dtype: what the KV cache stores; auto is bfloat16 where auto made the weights int8, else the type of the
         activations; fp8 is float8 e4m3.
     max_model_len: longest prompt plus output, tokens; by default what the model was trained for.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.

@@ -26,8 +26,8 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, Precision(torch.float32, "int8", torch.int8)),
-        ({"kv_cache_dtype": "bfloat16"}, Precision(torch.float32, "int8", torch.bfloat16)),
+        ({}, Precision(torch.float32, "int8", torch.bfloat16)),
+        ({"kv_cache_dtype": "int8"}, Precision(torch.float32, "int8", torch.int8)),
         ({"quantization": "int8"}, Precision(torch.float32, "int8", None)),
         ({"dtype": "float32"}, EXACT),
         ({"quantization": "none"}, EXACT),
@@ -73,5 +73,5 @@ def test_what_was_chosen_is_said_in_one_line(model_config: ModelConfig, caplog: 
     with caplog.at_level("INFO"):
         choose_precision(EngineConfig(), model_config, CPU)
     assert caplog.messages == [
-        "weights and KV cache in int8, as the fastest on a CPU; for exact numbers set dtype to float32"
+        "weights in int8, as the fastest on a CPU; for exact numbers set dtype to float32"
     ]

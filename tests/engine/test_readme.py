@@ -24,4 +24,4 @@ def test_the_first_request_has_the_answer_that_the_page_gives() -> None:
     assert output.text == answer
     assert output.logprobs is not None
     best, second = sorted((entry.logprob for entry in output.logprobs[0].values()), reverse=True)[:2]
-    assert best - second > 0.25, "a close call: another CPU may round it the other way"
+    assert best - second > 0.05, "a close call: another CPU may round it the other way"
