@@ -65,7 +65,7 @@ class Shard:
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: where the ranks will meet. The system chooses the port, so two engines never want the same."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs lack it
 
         self._store = TCPStore(self._rank.address, 0, self._rank.size, is_master=True, wait_for_workers=False)
         return self._rank.address, self._store.port
@@ -102,7 +102,7 @@ class Shard:
     def _meet(self, store: tuple[str, int]) -> Any:
         if self._rank.index == 0:
             return self._store
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs lack it
 
         return TCPStore(*store, self._rank.size, is_master=False, wait_for_workers=False)
 

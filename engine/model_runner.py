@@ -250,6 +250,7 @@ class ModelRunner:
 
     def compile_forward(self, backend: str = "inductor") -> None:
         """Run the forward as torch.compile makes it from now on; all compiling is done here."""
+        # In the place of the method, so that padded steps and graphs run it too.
         self.model.forward = CompiledForward(self.model, backend)  # type: ignore[method-assign]
         # A graph for any number of tokens comes from the first; one token and two show what is special about one.
         for num_tokens in tqdm((min(self.info.max_num_batched_tokens, 64), 2, 1), desc="compiling", unit="shape"):

@@ -73,6 +73,7 @@ class ParallelGroup:
         backend: Any
         try:
             if device.type == "cpu":
+                # torch's stubs lack it, and without it a group takes whatever device the host's name leads to.
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 make = dist.ProcessGroupGloo.create_device
                 options._devices = [make(hostname=address or _own_name())]

@@ -116,7 +116,7 @@ class Ring:
 
     def fill(self, number: int, part: memoryview, last: bool) -> None:
         at = self._at(number)
-        self._memory[at + _LINE : at + _LINE + len(part)] = part  # type: ignore[assignment]
+        self._memory[at + _LINE : at + _LINE + len(part)] = part
         _HEADER.pack_into(self._memory, at, number, len(part), last, zlib.crc32(part))
 
     def take(self, number: int, deadline: float) -> tuple[bytes, bool]:
