@@ -24,7 +24,7 @@ from kernels.zeros import lazy_zeros
 class HostBlocks:
     """num_blocks blocks on the host for those of `caches`. cuda: None where the device is the host.
 
-    Raises `ConfigError` when the system does not let so much memory be pinned.
+    Raises `ConfigError` when the system does not give so much memory, or does not let it be pinned.
     """
 
     def __init__(self, caches: Sequence[KVCache], num_blocks: int, upload: Upload, cuda: Any) -> None:
@@ -32,7 +32,11 @@ class HostBlocks:
         self._upload = upload
         self._stream = None if cuda is None else cuda.Stream()
         device = [cache.flatten(1).view(torch.uint8) for layer in caches for cache in layer]  # [blocks, bytes] each
-        self._memory = lazy_zeros((num_blocks * sum(part.shape[1] for part in device),), torch.uint8, "cpu")
+        num_bytes = num_blocks * sum(part.shape[1] for part in device)
+        try:
+            self._memory = lazy_zeros((num_bytes,), torch.uint8, "cpu")
+        except (OSError, RuntimeError, OverflowError) as cause:
+            raise ConfigError(f"swap_space of {num_bytes / 2**30:.1f} GiB cannot be allocated: lower it") from cause
         if cuda is not None:
             error = cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
             if int(error) != 0:

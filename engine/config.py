@@ -1,6 +1,7 @@
 """What a person may set of the engine, checked once; field names as in vLLM."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -126,7 +127,11 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
-        if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, int | float) or self.swap_space < 0:
+        if (
+            isinstance(self.swap_space, bool)
+            or not isinstance(self.swap_space, int | float)
+            or not (0 <= self.swap_space < math.inf)
+        ):
             raise ConfigError(f"swap_space must be a number of GiB, 0 or more, got {self.swap_space!r}")
         if not isinstance(self.shard_timeout_s, int | float) or not self.shard_timeout_s > 0:
             raise ConfigError(f"shard_timeout_s must be above 0, got {self.shard_timeout_s!r}")

@@ -23,6 +23,8 @@ from engine.sampling_params import SamplingParams
         ({"num_threads": "x"}, "num_threads must be a whole number"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a whole number of at least 1, got 0"),
         ({"tensor_parallel_size": 2.0}, "tensor_parallel_size must be a whole number"),
+        ({"swap_space": float("nan")}, "swap_space must be a number of GiB, 0 or more, got nan"),
+        ({"swap_space": float("inf")}, "swap_space must be a number of GiB, 0 or more, got inf"),
         ({"max_num_seqs": 10**9}, "max_num_seqs must be at most 65536"),
         ({"seed": "x"}, "seed must be a whole number"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be true or false"),

@@ -222,5 +222,7 @@ def test_copies_run_on_a_stream_between_the_steps_and_the_host_does_not_wait(fol
 def test_too_little_host_memory_is_told(folder: Path) -> None:
     with pytest.raises(ConfigError, match="swap_space holds no block"):
         build_engine(folder, swap_space=1e-6)
+    with pytest.raises(ConfigError, match=r"swap_space of \d+\.\d GiB cannot be allocated: lower it"):
+        build_engine(folder, swap_space=1e9)
     with pytest.raises(ConfigError, match="swap_space must be a number of GiB"):
         build_engine(folder, swap_space=-1)
