@@ -1,5 +1,6 @@
 """One adapter as it is read from PEFT's folder: its low-rank matrices, by the layers of the model they belong to."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,9 +77,14 @@ def read_adapter(
                 f"{folder}: {module} has rank {rank}, above max_lora_rank, which is {max_rank}: start with a higher "
                 "one."
             )
-        scaled = (b.float() * peft.scale_of(name)).to(dtype)
+        a, scaled = a.to(dtype), (b.float() * peft.scale_of(name)).to(dtype)
+        if not (a.isfinite().all() and scaled.isfinite().all()):
+            kind = str(dtype).removeprefix("torch.")
+            raise AdapterError(
+                f"{folder / WEIGHTS}: A or scaled B of {module} has numbers that are not finite in {kind}."
+            )
         for part, rows in zip(target.parts, scaled.split(target.sizes), strict=True):
-            parts[target.layer, part] = LowRank(a.to(dtype), rows.contiguous())
+            parts[target.layer, part] = LowRank(a, rows.contiguous())
     if not parts:
         raise AdapterError(f"{folder / WEIGHTS} has no matrices for this model.")
     digest = blake2b(len(config_text).to_bytes(8, "little") + config_text, digest_size=16)
@@ -88,8 +94,8 @@ def read_adapter(
 
 def _read(folder: Path) -> tuple[bytes, bytes]:
     """What the digest is of is what is used: each file is read once."""
-    if not folder.is_dir():
-        raise AdapterError(f"No adapter found: {folder} is no folder where the engine runs.", is_missing=True)
+    if not os.path.isdir(folder):  # unlike `Path.is_dir`, false for names that no file can have
+        raise AdapterError(f"No adapter found: {str(folder)!r} is no folder where the engine runs.", is_missing=True)
     if not (folder / CONFIG).is_file():
         raise AdapterError(f"No adapter found: {folder} has no {CONFIG}.", is_missing=True)
     if not (folder / WEIGHTS).is_file():
@@ -120,7 +126,12 @@ def _pairs(data: bytes, file: Path, config: ModelConfig) -> Iterator[tuple[str, 
             raise AdapterError(f"{file}: {_refused(name)}")
         if not tensor.is_floating_point() or tensor.dim() != 2:
             raise AdapterError(f"{file}: {name} is {tensor.dtype} of {tensor.dim()} dimensions, no matrix of numbers.")
-        found.setdefault(match["module"], {})[match["which"]] = tensor
+        pair = found.setdefault(match["module"], {})
+        if match["which"] in pair:
+            raise AdapterError(
+                f"{file}: {match['module']} has lora_{match['which']} twice: save one adapter to a folder."
+            )
+        pair[match["which"]] = tensor
     for module, pair in found.items():
         if len(pair) < 2:
             raise AdapterError(f"{file}: {module} has lora_{'AB'['A' in pair]}.weight missing.")

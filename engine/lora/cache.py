@@ -60,6 +60,6 @@ def _stamp(path: str) -> _Stamp | None:
     """What changes when one of the files does."""
     try:
         found = [(Path(path) / name).stat() for name in (CONFIG, WEIGHTS)]
-    except OSError:
+    except (OSError, ValueError):  # of these, what no path may have in it
         return None
     return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found)

@@ -12,6 +12,9 @@ from engine.lora.request import AdapterError
 
 CONFIG = "adapter_config.json"
 
+_LARGEST = 1e30
+"""Of alphas: what is far too large is told as that, and not as weights that have no end."""
+
 T = TypeVar("T")
 
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -52,7 +55,7 @@ def parse_config(text: bytes, file: Path) -> PeftConfig:
     """Raises `AdapterError` that names the file, and what in it cannot be served."""
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{file} is no JSON: {error}.") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
@@ -68,8 +71,11 @@ def parse_config(text: bytes, file: Path) -> PeftConfig:
             raise AdapterError(f"{file}: rank_pattern and alpha_pattern give numbers for names of modules.")
         numbers += [(value, kinds) for value in pattern.values()]
     for value, kinds in numbers:
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-            raise AdapterError(f"{file}: ranks are whole numbers above 0, alphas numbers above 0; it has {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= _LARGEST:
+            raise AdapterError(
+                f"{file}: ranks are whole numbers above 0, alphas numbers above 0, at most {_LARGEST:g}; it has "
+                f"{value!r}."
+            )
     return PeftConfig(rank, float(alpha), *patterns, use_rslora=bool(config.get("use_rslora")))
 
 

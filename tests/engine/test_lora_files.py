@@ -51,6 +51,8 @@ def edit(folder, **changes):
         ({"r": 0}, "ranks are whole numbers above 0.* it has 0"),
         ({"lora_alpha": "x"}, "it has 'x'"),
         ({"alpha_pattern": {"q_proj": -1}}, "it has -1"),
+        ({"lora_alpha": 10**400}, "at most 1e.30; it has 1000"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "at most 1e.30; it has 1000"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern and alpha_pattern give numbers"),
         ({"r": 4}, r"q_proj have the shapes \[8, 64\] and \[64, 8\], but rank 4 and this model make them \[4, 64\]"),
     ],
@@ -116,6 +118,33 @@ def test_what_is_not_there_is_missing(base, engine, tmp_path):
         load(engine, tmp_path)
 
 
+@pytest.mark.parametrize("path", ["/a\0b", "/a\ud800b", "/" + "a" * 300, "/" + "a/" * 3000])
+def test_a_path_that_no_file_can_have_is_missing(engine, path):
+    with pytest.raises(AdapterError, match="is no folder where the engine runs") as caught:
+        load(engine, path)
+    assert caught.value.is_missing
+
+
+@pytest.mark.parametrize(("which", "value"), [("lora_A", float("nan")), ("lora_B", float("inf")), ("lora_B", 3e38)])
+def test_numbers_that_are_not_finite_are_refused(base, engine, tmp_path, which, value):
+    write_adapter(tmp_path, base, targets=["q_proj"])
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[f"base_model.model.model.layers.1.self_attn.q_proj.{which}.weight"][3, 5] = value  # scaled: times two
+    save_file(tensors, file)
+    with pytest.raises(AdapterError, match=r"of model.layers.1.self_attn.q_proj has numbers that are not finite in fl"):
+        load(engine, tmp_path)
+
+
+def test_a_matrix_under_two_names_is_refused(base, engine, tmp_path):
+    write_adapter(tmp_path, base, targets=["q_proj"])
+    file = tmp_path / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.other.weight"
+    save_file(load_file(file) | {name: torch.zeros(8, 64)}, file)
+    with pytest.raises(AdapterError, match=r"layers.0.self_attn.q_proj has lora_A twice"):
+        load(engine, tmp_path)
+
+
 def test_a_pickle_and_a_damaged_file_are_refused(base, engine, tmp_path):
     write_adapter(tmp_path, base, targets=["q_proj"])
     file = tmp_path / "adapter_model.safetensors"
@@ -123,9 +152,10 @@ def test_a_pickle_and_a_damaged_file_are_refused(base, engine, tmp_path):
     file.write_bytes(data[:-10])
     with pytest.raises(AdapterError, match="truncated or corrupt"):
         load(engine, tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(AdapterError, match=r"adapter_config.json is no JSON"):
-        load(engine, tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(AdapterError, match=r"adapter_config.json is no JSON"):
+            load(engine, tmp_path)
     file.unlink()
     (tmp_path / "adapter_model.bin").write_bytes(data)
     with pytest.raises(AdapterError, match=r"as a pickle \(adapter_model.bin\)"):
