@@ -21,6 +21,8 @@ from app.router import AffinityRouter
 from app.settings import AppSettings, is_path
 from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.hub import PACKAGED_MODELS, resolve_model
+from engine.model_config import load_model_config
+from engine.ranks import check_heads
 
 logger = logging.getLogger("ray.serve")
 
@@ -175,10 +177,12 @@ def _cluster_is_elsewhere() -> bool:
 
 
 def _check_model(config: EngineConfig) -> None:
-    """A name or path that leads nowhere is told before Ray starts.
+    """A name or path that leads nowhere is told before Ray starts, and a model that so many ranks cannot share.
 
     Nothing is fetched here: an alias or a Hub repository is the replicas' matter, where the files are needed.
     """
     fetched = config.model in PACKAGED_MODELS or ("/" in config.model and not is_path(config.model))
     if not fetched:
-        resolve_model(config.model)
+        path = resolve_model(config.model)
+        if config.tensor_parallel_size > 1:
+            check_heads(load_model_config(path), config.tensor_parallel_size)

@@ -15,7 +15,9 @@ from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestErr
 from engine.grammar import Grammar, GrammarCompiler
 from engine.grammar_vocabulary import Vocabulary, grammar_vocabulary
 from engine.lora.request import LoRARequest
+from engine.model_config import load_model_config
 from engine.outputs import EngineStats, Finished, StepOutput
+from engine.ranks import check_heads
 from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
@@ -120,6 +122,7 @@ class Engine:
         runner: Runner
         adapters = None
         if config.tensor_parallel_size > 1:
+            check_heads(load_model_config(path), config.tensor_parallel_size)
             runner = start_shards(config)
         else:
             from engine.model_runner import ModelRunner

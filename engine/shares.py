@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
 from engine.parallel import ParallelGroup
+from engine.ranks import heads_problem
 from kernels.quantized_weight import GROUP
 
 
@@ -80,11 +81,9 @@ def share(config: ModelConfig, group: ParallelGroup | None = None, *, quantized:
 
 
 def _problem(config: ModelConfig, size: int, quantized: bool) -> str | None:
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % size:
-        return f"the model has {heads} attention heads, which cannot be shared evenly by {size} ranks"
-    if kv_heads % size and size % kv_heads:
-        return f"the model has {kv_heads} KV heads, of which {size} ranks can neither have as many each, nor one each"
+    if problem := heads_problem(config, size):
+        return problem
+    heads = config.num_heads
     if quantized and heads // size * config.head_dim % GROUP and size > 1:
         return (
             f"{heads // size} heads of {config.head_dim} are {heads // size * config.head_dim} columns of o_proj to a "

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from app.building import build_application
+from app.settings import load_settings
 from engine import LLM, SamplingParams, sharding
 from engine.errors import ConfigError
 from tests import tiny_models
@@ -58,3 +60,16 @@ def test_without_the_application_it_says_what_is_missing(monkeypatch: pytest.Mon
     model = tiny_models.llama(tmp_path / "tiny")
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but nothing is installed that runs several"):
         LLM(str(model), tensor_parallel_size=2)
+
+
+def test_more_ranks_than_the_heads_allow_are_refused_before_any_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sharding, "entry_points", lambda group: pytest.fail("a rank was to be started"))
+    model = tiny_models.llama(tmp_path / "tiny")
+    message = "size is 1024, but the model has 4 attention heads, .*; its heads can be shared by 1, 2, 4"
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(model), tensor_parallel_size=1024)
+    settings = load_settings({"model": str(model), "tensor_parallel_size": 1024, "device": "cpu"}, {})
+    with pytest.raises(ConfigError, match=message):
+        build_application(settings)
