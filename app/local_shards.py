@@ -13,15 +13,18 @@ from engine.runner import Runner
 
 PLACING_S = 60.0
 
+_num_engines: int | None = None
+"""Of this process on the Ray that the first of them started; None where there is no such Ray."""
+
 
 def start(config: EngineConfig) -> Runner:
-    """The ranks on a Ray of their own, which ends with the runner; or on the one that this process is connected to.
+    """The ranks on a Ray of their own, which ends with the last runner, or on one that this process is connected to.
 
     Raises `ConfigError` where the ranks find no place, and what a rank raises.
     """
-    own_ray = not ray.is_initialized()
+    global _num_engines
     size = config.tensor_parallel_size
-    if own_ray:
+    if not ray.is_initialized():
         ray.init(
             address="local",
             num_cpus=size,
@@ -29,21 +32,34 @@ def start(config: EngineConfig) -> Runner:
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
+        _num_engines = 0
+    elif _num_engines is None:
+        return LocalShards(config)
+    _num_engines += 1
     try:
-        return LocalShards(config, own_ray)
+        return LocalShards(config)
     except BaseException:
-        if own_ray:
-            ray.shutdown()
+        _leave_own_ray()
         raise
+
+
+def _leave_own_ray() -> None:
+    """End the Ray that was started here, with the last engine on it."""
+    global _num_engines
+    if _num_engines is None:
+        return
+    _num_engines -= 1
+    if not _num_engines:
+        _num_engines = None
+        ray.shutdown()
 
 
 class LocalShards(ShardedRunner):
     """Leads ranks in a placement group of their own, which goes with them."""
 
-    def __init__(self, config: EngineConfig, own_ray: bool) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
         bundle = shard_bundle(gpus_to_ask_for(config.device, size) // size)
-        self._own_ray = own_ray
         self._bundles = placement_group([bundle] * size, strategy="PACK")
         try:
             if not self._bundles.wait(PLACING_S):
@@ -61,5 +77,4 @@ class LocalShards(ShardedRunner):
             return
         super().close()
         remove_placement_group(self._bundles)
-        if self._own_ray:
-            ray.shutdown()
+        _leave_own_ray()

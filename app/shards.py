@@ -176,7 +176,8 @@ class ShardGroup:
                 os.close(descriptor)
             self._local = {}
             for actor in self._actors:
-                ray.kill(actor, no_restart=True)
+                with contextlib.suppress(Exception):  # a Ray that has ended took its actors along
+                    ray.kill(actor, no_restart=True)
             self._actors = []
             for link in self._links.values():
                 link.close()
