@@ -1,5 +1,6 @@
 """The models behind one door, and their adapters: which of them a request is for."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from app.adapters import AdapterChange, Tell
@@ -26,6 +27,7 @@ class Catalog:
         tell: Tell = _nobody_else,
     ) -> None:
         self._tell = tell
+        self._loading = asyncio.Lock()
         self._services = {service.name: service for service in services}
         engines = {service.name: service.client.stats for service in services}
         self.scrape = Scrape(engines, self.stats, ingresses)
@@ -59,11 +61,12 @@ class Catalog:
     async def load_adapter(self, body: LoadAdapterRequest) -> str:
         """Returns what the client is told. Raises `ApiError`."""
         name, service = body.lora_name, self.of(body.model)
-        if name in self._services or self._with_adapter(name) not in (None, service):
-            whose = "that of a model" if name in self._services else "that of another model's adapter"
-            message = f"The name {name!r} is {whose}: give the adapter another one."
-            raise ApiError(400, message, param="lora_name", code="invalid_value")
-        return await service.adapters.load(name, body.lora_path, body.load_inplace, self._tell)
+        async with self._loading:  # two models' adapters of one name come one after the other
+            if name in self._services or self._with_adapter(name) not in (None, service):
+                whose = "that of a model" if name in self._services else "that of another model's adapter"
+                message = f"The name {name!r} is {whose}: give the adapter another one."
+                raise ApiError(400, message, param="lora_name", code="invalid_value")
+            return await service.adapters.load(name, body.lora_path, body.load_inplace, self._tell)
 
     async def unload_adapter(self, body: UnloadAdapterRequest) -> str:
         """Returns what the client is told. Raises `ApiError`."""

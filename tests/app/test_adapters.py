@@ -1,5 +1,6 @@
 """Names of adapters over several models and several ingress replicas."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ class Client:
         return []
 
     async def load_adapter(self, request: LoRARequest) -> str:
+        await asyncio.sleep(0)
         if "bad" in request.lora_path:
             raise ApiError(400, "bad", param="lora_path")
         return request.lora_path.rsplit("/", 1)[-1]
@@ -72,6 +74,20 @@ async def test_a_name_means_one_thing() -> None:
         with pytest.raises(ApiError, match=message) as caught:
             await it.load_adapter(LoadAdapterRequest(lora_name=name, lora_path="/two", model=model))
         assert caught.value.status == 400
+
+
+async def test_of_two_loads_of_one_name_at_once_for_two_models_one_is_refused() -> None:
+    async def tell(_: AdapterChange) -> None:
+        pass
+
+    it = catalog(tell, "a", "b")
+    loads = [
+        it.load_adapter(LoadAdapterRequest(lora_name="mine", lora_path="/one", model=model)) for model in ("a", "b")
+    ]
+    first, second = await asyncio.gather(*loads, return_exceptions=True)
+    assert isinstance(first, str)
+    assert isinstance(second, ApiError)
+    assert len(it.adapters()) == 1
 
 
 async def test_a_load_in_place_that_fails_leaves_what_was_there() -> None:
