@@ -72,6 +72,4 @@ def test_a_gpu_takes_no_int8(model_config: ModelConfig, monkeypatch: pytest.Monk
 def test_what_was_chosen_is_said_in_one_line(model_config: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         choose_precision(EngineConfig(), model_config, CPU)
-    assert caplog.messages == [
-        "weights in int8, as the fastest on a CPU; for exact numbers set dtype to float32"
-    ]
+    assert caplog.messages == ["weights in int8, as the fastest on a CPU; for exact numbers set dtype to float32"]
