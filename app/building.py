@@ -20,6 +20,7 @@ from app.resources import gpus_to_ask_for, shard_bundle
 from app.router import AffinityRouter
 from app.settings import AppSettings, is_path
 from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
+from engine.errors import ConfigError
 from engine.hub import PACKAGED_MODELS, resolve_model
 from engine.model_config import load_model_config
 from engine.ranks import check_heads
@@ -94,6 +95,9 @@ def _engine(
     num_gpus = gpus_to_ask_for(config.device, config.tensor_parallel_size)
     if not cluster_is_elsewhere:
         _check_model(config)
+        for adapter, folder in settings.lora_modules.items():
+            if not os.path.isdir(folder):
+                raise ConfigError(f"lora_modules: {adapter!r} is to be in {folder}, which is no folder")
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS["cuda" if num_gpus else "cpu"]
     return serve.deployment(
         engine_class,

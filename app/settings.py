@@ -33,6 +33,8 @@ def _adapters(given: Any) -> Any:
         if not all(name and path for name, _, path in pairs):
             raise ValueError("adapters are given as name=folder, with commas between")
         given = {name.strip(): path.strip() for name, _, path in pairs}
+        if len(given) < len(pairs):
+            raise ValueError("an adapter's name comes twice")
     if not isinstance(given, Mapping) or not all(isinstance(p, str) and p and n for n, p in given.items()):
         raise ValueError("adapters are folders by name")
     return {name: os.path.abspath(os.path.expanduser(path)) for name, path in given.items()}

@@ -13,7 +13,7 @@ import pytest
 from ray.serve.config import HTTPOptions
 
 import app
-from app.building import _resources
+from app.building import _resources, build_application
 from app.resources import gpus_to_ask_for
 from app.settings import OTHER_VARIABLES, Settings, load_settings
 from engine.config import DEFAULT_MODEL, EngineConfig
@@ -68,6 +68,7 @@ def test_every_engine_setting_is_a_setting() -> None:
         ({"model": ""}, {}, "model"),
         ({"lora_modules": "one"}, {}, "lora_modules: .*name=folder"),
         ({"lora_modules": {"one": 3}}, {}, "lora_modules: .*folders by name"),
+        ({"lora_modules": "one=/a,one=/b"}, {}, "lora_modules: .*an adapter's name comes twice"),
         ({"lora_modules": {"mine": "/a"}, "served_model_name": "mine"}, {}, "'mine' is the name of a model"),
     ],
 )
@@ -93,6 +94,16 @@ def test_adapters_are_a_mapping_or_text_and_bring_what_they_need() -> None:
     assert load_settings({}, {"NANOSERVE_LORA_MODULES": "one=/a/b,two=here"}).lora_modules == expected
     assert load_settings({"allow_runtime_lora_updating": "true"}, {}).engine_config().enable_lora
     assert not load_settings({}, {}).engine_config().enable_lora
+
+
+def test_the_folder_of_an_adapter_must_be_there(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    settings = load_settings(
+        {"model": str(tmp_path / "model"), "lora_modules": f"one={tmp_path}/no", "device": "cpu"}, {}
+    )
+    with pytest.raises(ConfigError, match=r"lora_modules: 'one' is to be in .*/no, which is no folder"):
+        build_application(settings)
 
 
 def test_variables_that_are_no_settings_are_let_be() -> None:
