@@ -90,6 +90,12 @@ class Running:
         requests = self.requests if tenant is None else [r for r in self.requests if r.tenant == tenant]
         return max(requests, key=lambda request: (request.rank, request.arrival))
 
+    def batch_in_a_slot(self) -> Request | None:
+        """The last in the order of service of those whose adapter only requests of the batch class run with."""
+        wanted = {r.adapter.digest for r in self.requests if r.adapter is not None and not r.is_batch}
+        found = [r for r in self.requests if r.adapter is not None and r.adapter.digest not in wanted]
+        return max(found, key=lambda request: (request.rank, request.arrival), default=None)
+
     def tenant_above(self, tenant: str) -> str | None:
         """The tenant with most running requests, if it has so many more than `tenant` that one more for the other and
         one less for it is fairer."""

@@ -335,8 +335,10 @@ class Scheduler:
     def _who_gives_way(self, budget: int) -> Request | None:
         """A running request whose place the first in the queue should have."""
         first, running = self.waiting.first_ordinary(), self._running
-        if first is None or not self.intake.has_slot(first):  # nobody's row or blocks would help it
+        if first is None:
             return None
+        if not self.intake.has_slot(first):  # nobody's row or blocks would help it
+            return running.batch_in_a_slot() if running.num_batch else None
         if running.num_batch and (budget <= 0 or self.intake.lacks_room(first)):
             return running.last_in_service()
         alone = self.waiting.num_tenants == 1 and running.by_tenant.keys() == {first.tenant}

@@ -243,6 +243,23 @@ def test_an_adapter_without_a_slot_waits_and_the_base_goes_on(models):
     engine.close()
 
 
+def test_requests_of_the_batch_class_give_a_slot_up(models):
+    engine = lora_engine(models.base, max_loras=1, max_num_seqs=2)
+    one, two = (engine.load_adapter(models.request(name)) for name in ("one", "two"))
+    long = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for i in range(2):
+        engine.add_request(f"batch{i}", PROMPTS[i], long, adapter=one, is_batch=True)
+    for _ in range(3):
+        engine.step()
+    engine.add_request("two", PROMPTS[0], long, adapter=two)
+    engine.add_request("base", PROMPTS[1], long)
+    tokens = drain(engine)
+    assert tokens["two"] == models.expected["two", 0]
+    assert tokens["base"] == models.expected[None, 1]
+    assert engine.stats().preemptions == 2
+    engine.close()
+
+
 def test_llm_takes_an_adapter_for_all_prompts_or_one_for_each(models):
     with contextlib.closing(LLM(models.base, enable_lora=True, device="cpu", dtype="float32",
                                 num_gpu_blocks_override=64)) as llm:  # fmt: skip
