@@ -116,7 +116,7 @@ async def test_an_adapter_that_was_unloaded_is_kept_by_those_that_run_with_it(re
 @pytest.mark.parametrize(
     ("change", "status", "message"),
     [
-        ({"lora_path": "/nowhere"}, 404, "No adapter found: /nowhere is no folder"),
+        ({"lora_path": "/nowhere"}, 404, "No adapter found: '/nowhere' is no folder"),
         ({"lora_name": "tiny"}, 400, "'tiny' is that of a model"),
         ({"lora_path": None}, 400, "lora_path"),
         ({"lora_name": ""}, 400, "lora_name"),
