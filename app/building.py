@@ -175,9 +175,14 @@ def port_in_use() -> str | None:
     )
 
 
+def cluster_is_named() -> bool:
+    """Whether the environment names a cluster that runs; `local` asks Ray for a new one here."""
+    return os.environ.get("RAY_ADDRESS", "") not in ("", "local")
+
+
 def _cluster_is_elsewhere() -> bool:
     """Whether Ray runs already, or is to be found by its address: what is here then says little of it."""
-    return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
+    return ray.is_initialized() or cluster_is_named()
 
 
 def _check_model(config: EngineConfig) -> None:

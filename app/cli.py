@@ -56,9 +56,9 @@ def _build(models: Sequence[str]) -> None:
 
 def _serve(settings: dict[str, str]) -> None:
     """Become `serve run`, so that Ctrl-C and everything else is Ray's own. Raises `ConfigError` if one runs here."""
-    from app.building import port_in_use
+    from app.building import cluster_is_named, port_in_use
 
-    if not os.environ.get("RAY_ADDRESS") and (problem := port_in_use()) is not None:
+    if not cluster_is_named() and (problem := port_in_use()) is not None:
         raise ConfigError(problem)
     arguments = [f"{name}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "app:build", *arguments]

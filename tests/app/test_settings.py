@@ -165,23 +165,27 @@ def test_building_needs_neither_torch_nor_transformers_nor_a_cluster() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
+@pytest.mark.parametrize("address", ["", "local"])
 @pytest.mark.parametrize("model", ["/no/such/model", "./no.gguf", "no-such-alias"])
-def test_a_model_that_is_nowhere_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def test_a_model_that_is_nowhere_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, model: str, address: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=re.escape(model.removeprefix("./"))):
         app.build({"model": model})
 
 
+@pytest.mark.parametrize("address", ["", "local"])
 def test_a_second_server_on_the_same_port_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
     from app import cli
 
     warnings: list[str] = []
     started: list[list[str]] = []
     monkeypatch.setattr("app.building.logger.warning", warnings.append)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr(cli, "_build", lambda model: None)
     monkeypatch.setattr("os.execv", lambda path, arguments: started.append(arguments))
