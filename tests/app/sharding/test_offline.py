@@ -72,6 +72,7 @@ def test_more_ranks_than_the_heads_allow_are_refused_before_any_starts(
     message = "size is 1024, but the model has 4 attention heads, .*; its heads can be shared by 1, 2, 4"
     with pytest.raises(ConfigError, match=message):
         LLM(str(model), tensor_parallel_size=1024)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # the other tests' cluster may run
     settings = load_settings({"model": str(model), "tensor_parallel_size": 1024, "device": "cpu"}, {})
     with pytest.raises(ConfigError, match=message):
         build_application(settings)
