@@ -30,7 +30,7 @@ def catalog(tell: Any, *names: str) -> Catalog:
     services: list[Any] = []
     for name in names:
         client = Client()
-        adapters = Adapters(name, client, allow_updates=True)  # type: ignore[arg-type]
+        adapters = Adapters(name, client, allow_updates=True)
         services.append(SimpleNamespace(name=name, client=client, adapters=adapters))
     return Catalog(services, tell=tell)
 
@@ -107,7 +107,7 @@ async def test_a_load_in_place_that_fails_leaves_what_was_there() -> None:
 
 
 def test_news_that_are_old_are_none() -> None:
-    adapters = Adapters("a", Client())  # type: ignore[arg-type]
+    adapters = Adapters("a", Client())
     new, old = (ServedAdapter(LoRARequest("mine", 1, path, path[1:]), at) for path, at in (("/new", 20), ("/old", 10)))
     adapters.learn("mine", new)
     adapters.learn("mine", old)

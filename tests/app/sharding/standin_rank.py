@@ -47,5 +47,5 @@ def lazy_rank(config: EngineConfig, rank: Rank, store: Any) -> Runner:
                 time.sleep(3600)
             return launch(plan)
 
-        runner.launch = launch_or_hang  # type: ignore[method-assign]
+        runner.launch = launch_or_hang
     return runner
