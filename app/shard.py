@@ -117,11 +117,11 @@ class _Nowhere:
 def load_rank(config: EngineConfig, rank: Rank, store: Any) -> Runner:
     """A rank of the model that `config` names."""
     from engine.hub import resolve_model
-    from engine.model_runner import ModelRunner
     from engine.parallel import ParallelGroup
     from engine.precision import choose_device
+    from engine.runner_setup import load_runner
 
     path = resolve_model(config.model)
     device = choose_device(config)
     group = ParallelGroup.connect(store, rank.index, rank.size, device, config.shard_timeout_s, rank.address)
-    return ModelRunner.from_config(config, path, group)
+    return load_runner(config, path, group)

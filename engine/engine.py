@@ -125,9 +125,9 @@ class Engine:
             check_heads(load_model_config(path), config.tensor_parallel_size)
             runner = start_shards(config)
         else:
-            from engine.model_runner import ModelRunner
+            from engine.runner_setup import load_runner
 
-            runner = one = ModelRunner.from_config(config, path)
+            runner = one = load_runner(config, path)
             adapters = one.adapter_cache
 
         def read_vocabulary() -> Vocabulary:

@@ -1,11 +1,7 @@
 """Runs a model on one device: inputs, forward, sampling. Launches a step and collects its tokens."""
 
-import logging
-import os
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,29 +9,21 @@ from tqdm import tqdm
 
 from engine.block_copies import HostBlocks, block_bytes
 from engine.compilation import CompiledForward
-from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.errors import ConfigError
 from engine.graph_runner import GraphRunner
-from engine.loader import load_weights, random_weights
-from engine.lora.adapter import read_adapter
 from engine.lora.cache import AdapterCache
 from engine.lora.layers import ModelAdapters
-from engine.memory import GIB, GpuMemory, num_kv_blocks, out_of_memory
-from engine.model_config import load_model_config
+from engine.memory import GIB
 from engine.models.decoder import Decoder
-from engine.padded_step import PaddedStep, is_decode, padded_sizes
-from engine.parallel import ParallelGroup
+from engine.padded_step import PaddedStep, is_decode
 from engine.pinned import Download, HostResults, PinnedUpload, Results
-from engine.precision import choose_device, choose_precision
 from engine.runner import RunnerInfo, SwapInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
 from engine.shared_sampling import follower_plan, sample_together, score_together
-from engine.step import Logprobs, SamplingMode, StepAdapters, StepPlan, StepResult
+from engine.step import Logprobs, StepAdapters, StepPlan, StepResult
 from engine.step_inputs import DeviceRows, SampleInputs
-from engine.trial import measure_memory, seconds_per_token, trial_plan, warm_up_plans
-from kernels.attention import AttentionBackend, select_backend
-
-logger = logging.getLogger(__name__)
+from engine.trial import seconds_per_token, trial_plan, warm_up_plans
+from kernels.attention import AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,149 +92,6 @@ class ModelRunner:
         )
         if capture:
             self.graphs = GraphRunner(self.padded, self._cuda)
-
-    @classmethod
-    def from_config(cls, config: EngineConfig, path: Path, group: ParallelGroup | None = None) -> Self:
-        """Choose what the settings leave open, load the weights of `path`, allocate the KV cache.
-
-        group: of the `tensor_parallel_size` ranks, if that is above 1; this one loads its share of the weights. All
-            ranks must be given the same settings, and may be given their own num_threads. `close` closes the group.
-        Raises `ConfigError`, `LoadError`, `RankLostError`.
-        """
-        size = 1 if group is None else group.size
-        if config.tensor_parallel_size != size:
-            raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}, but {size} rank runs this model")
-        model_config = load_model_config(path)
-        device = choose_device(config)
-        precision = choose_precision(config, model_config, device)
-        dtype = precision.dtype
-        if device.type == "cpu":
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(config.num_threads or max(1, cores // (1 if group is None else group.local_size)))
-        if config.compilation and device.type == "cpu":
-            raise ConfigError("compilation is for a GPU: on a CPU the C++ kernels are faster")
-        if config.compilation and group is not None:
-            raise ConfigError("compilation is for a model on one GPU: leave it off, or tensor_parallel_size at 1")
-        if config.compilation and config.enable_lora:
-            raise ConfigError("compilation and enable_lora cannot be had together: set one of them")
-        max_model_len = config.max_model_len or model_config.max_position_embeddings
-        if max_model_len > model_config.max_position_embeddings:
-            raise ConfigError(
-                f"max_model_len is {max_model_len}, but the model has positions for "
-                f"{model_config.max_position_embeddings} tokens"
-            )
-        try:
-            backend = select_backend(device, dtype, model_config.head_dim, config.block_size, precision.kv_dtype)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        block_size = config.block_size or backend.default_block_size
-        try:
-            model = Decoder(
-                model_config,
-                backend,
-                max_positions=max_model_len,
-                dtype=dtype,
-                device=device,
-                quantization=precision.quantization,
-                group=group,
-            )
-        except torch.OutOfMemoryError as error:
-            change = "choose a smaller model, or one whose weights are stored in fewer bits"
-            raise out_of_memory(f"the weights of {path.name} do", change, device) from error
-        if config.load_format == "dummy":
-            random_weights(model.targets(), config.seed)
-        else:
-            load_weights(model.targets(), path, model_config)
-        adapters = None
-        if config.enable_lora:
-            adapters = ModelAdapters(model, config.max_loras, config.max_lora_rank, dtype=dtype, device=device)
-        max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
-        budget = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
-        layer_bytes = backend.kv_token_bytes(model.shares.kv_heads.size, model_config.head_dim, dtype)
-        token_bytes = model_config.num_layers * layer_bytes
-        info = RunnerInfo(
-            num_blocks=1,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=max_model_len,
-            vocab_size=model_config.vocab_size,
-            eos_token_ids=model_config.eos_token_ids,
-            device=str(device),
-            dtype=str(precision),
-            max_loras=config.max_loras if config.enable_lora else 0,
-        )
-        cuda = torch.cuda if device.type == "cuda" else None
-        # What looks at the device cannot be captured: torch's attention at lengths, and experts without a kernel of
-        # their own at what was routed to them.
-        looks = backend.name == "torch" or any(layer.mlp.waits for layer in model.layers)
-        capture = cuda is not None and not config.enforce_eager and not looks and group is None
-        if cuda is not None and looks and not config.enforce_eager:
-            logger.warning(
-                "no CUDA graphs: attention or experts of this model wait for the GPU here; decode steps are slow"
-            )
-        elif cuda is not None and group is not None and group.rank == 0 and not config.enforce_eager:
-            logger.warning("no CUDA graphs: sampling on one of several ranks is not captured; decode steps are slow")
-        # Where prompts are computed whole, a step may have the longest one beside every decode.
-        most = budget if config.enable_chunked_prefill else max(budget, max_model_len + max_num_seqs)
-        largest = replace(info, max_num_batched_tokens=most)
-        gpu = None if cuda is None else cls._measure(model, backend, largest, adapters, dtype=dtype, device=device)
-        num_graphs = len(padded_sizes(max_num_seqs)) * (1 + len(SamplingMode)) if capture else 0
-        num_blocks = num_kv_blocks(
-            config, gpu, num_graphs, token_bytes * block_size, 1 if group is None else group.local_size
-        )
-        if group is not None:
-            num_blocks = group.min(num_blocks)
-        info = replace(info, num_blocks=num_blocks)
-        logger.info(
-            "%s on %s in %s, attention by %s (%s), KV cache of %d tokens in %d blocks (%.2f GiB)",
-            path.name,
-            device,
-            precision,
-            backend.name,
-            backend.reason,
-            num_blocks * block_size,
-            num_blocks,
-            num_blocks * block_size * token_bytes / GIB,
-        )
-        runner = cls(model, backend, info, dtype=dtype, device=device, cuda=cuda, adapters=adapters)
-        if adapters is not None:
-            read = partial(
-                read_adapter,
-                targets=adapters.targets,
-                config=model_config,
-                max_rank=config.max_lora_rank,
-                dtype=dtype,
-            )
-            runner.adapter_cache = AdapterCache(read, config.max_cpu_loras or config.max_loras)
-        if config.compilation:
-            runner.compile_forward()
-        if config.swap_space:
-            runner.add_swap_space(int(config.swap_space * GIB))
-        if capture:
-            runner.pad_decodes(capture=True)
-        if cuda is not None:
-            runner.warm_up()
-        return runner
-
-    @classmethod
-    def _measure(
-        cls,
-        model: Decoder,
-        backend: AttentionBackend,
-        info: RunnerInfo,
-        adapters: ModelAdapters | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> GpuMemory:
-        """What steps take, with a cache of one block."""
-        trial = cls(model, backend, info, dtype=dtype, device=device, cuda=torch.cuda, adapters=adapters)
-        try:
-            return measure_memory(trial, info, device)
-        except torch.OutOfMemoryError as error:
-            what = f"weights and a step of {info.max_num_batched_tokens} tokens for {info.max_num_seqs} sequences do"
-            raise out_of_memory(what, "lower max_num_batched_tokens or max_num_seqs", device) from error
 
     def compile_forward(self, backend: str = "inductor") -> None:
         """Run the forward as torch.compile makes it from now on; all compiling is done here."""

@@ -21,7 +21,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
     Raises `AssertionError` with the traceback of the first rank that fails.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["engine.model_runner"])
+    context.set_forkserver_preload(["engine.runner_setup"])
     pipes = [context.Pipe() for _ in range(size)]
     processes = [
         context.Process(target=_run, args=(rank, size, child, timeout_s, function, args), daemon=True)

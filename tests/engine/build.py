@@ -3,7 +3,7 @@
 from pathlib import Path
 from unittest import mock
 
-from engine import model_runner
+from engine import runner_setup
 from engine.config import EngineConfig
 from engine.engine import Engine
 from kernels.attention import AttentionBackend
@@ -33,5 +33,5 @@ def build_engine(path: Path, attention: str = "cpu", **settings: object) -> Engi
     def reference_backend(*args: object) -> AttentionBackend:
         return TorchBackend()
 
-    with mock.patch.object(model_runner, "select_backend", reference_backend):
+    with mock.patch.object(runner_setup, "select_backend", reference_backend):
         return Engine.from_config(config)

@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.grammar_vocabulary import grammar_vocabulary
 from engine.model_runner import ModelRunner
 from engine.parallel import ParallelGroup
+from engine.runner_setup import load_runner
 from engine.step import StepPlan
 from engine.tokenizer import load_tokenizer
 from tests.ranks import run_ranks
@@ -59,7 +60,7 @@ class _Leader:
 def _engine(case: Case, group: ParallelGroup | None) -> Engine:
     size = 1 if group is None else group.size
     config = EngineConfig.from_kwargs(model=str(case.path), tensor_parallel_size=size, **(DEFAULTS | case.settings))
-    runner = ModelRunner.from_config(config, case.path, group)
+    runner = load_runner(config, case.path, group)
     return Engine(
         runner if group is None else _Leader(runner, group),
         model_path=case.path,
@@ -84,7 +85,7 @@ def _follow(group: ParallelGroup, case: Case) -> None:
     config = EngineConfig.from_kwargs(
         model=str(case.path), tensor_parallel_size=group.size, **(DEFAULTS | case.settings)
     )
-    runner = ModelRunner.from_config(config, case.path, group)
+    runner = load_runner(config, case.path, group)
     while (plan := _received(group)) is not None:
         result = runner.collect(runner.launch(plan))
         assert len(result.token_ids) == len(plan.sample)

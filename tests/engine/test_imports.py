@@ -21,7 +21,7 @@ def test_bookkeeping_imports_no_torch(module: str) -> None:
 
 
 def test_the_model_runner_needs_no_ray_and_no_gguf() -> None:
-    assert loaded_after("import engine.model_runner, engine.llm", "ray", "gguf", "starlette") == []
+    assert loaded_after("import engine.runner_setup, engine.llm", "ray", "gguf", "starlette") == []
 
 
 def test_triton_waits_for_a_tensor_on_a_gpu() -> None:

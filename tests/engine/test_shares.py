@@ -18,8 +18,8 @@ from engine.errors import ConfigError
 from engine.layers.linear import Linear, Quantization
 from engine.loader import load_weights, random_weights
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, load_model_config
-from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
+from engine.runner_setup import load_runner
 from engine.shares import Span, share
 from kernels.attention import select_backend
 from kernels.linear import PackedWeight
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_numbers(
 def test_settings_and_group_must_agree(folder: Path) -> None:
     config = EngineConfig.from_kwargs(model=str(folder), device="cpu", tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 3, but 1 rank runs this model"):
-        ModelRunner.from_config(config, folder)
+        load_runner(config, folder)
 
 
 def test_a_rank_never_holds_more_than_its_share(tmp_path: Path) -> None:
