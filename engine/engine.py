@@ -1,6 +1,5 @@
 """The engine: schedule a step, launch it, collect an earlier one, commit its tokens. One thread calls it."""
 
-import itertools
 import logging
 import secrets
 from collections import deque
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from engine.config import EngineConfig
-from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.grammar import Grammar, GrammarCompiler
 from engine.grammar_vocabulary import Vocabulary, grammar_vocabulary
 from engine.lora.request import LoRARequest
@@ -19,6 +18,7 @@ from engine.model_config import load_model_config
 from engine.outputs import EngineStats, Finished, StepOutput
 from engine.ranks import check_heads
 from engine.request import Request
+from engine.request_rules import RequestRules
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
@@ -106,6 +106,9 @@ class Engine:
             device=info.device,
             dtype=info.dtype,
         )
+        self._rules = RequestRules(
+            longest, info.vocab_size, info.eos_token_ids, has_grammars=self._grammars is not None
+        )
         self._steps = 0
         self._failed_steps = 0
 
@@ -147,45 +150,7 @@ class Engine:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, output_ids: Sequence[int] = ()) -> None:
         """Raise `InvalidRequestError` or `ContextLengthError` for a request that could never run. Thread-safe."""
-        if params.n != 1:
-            raise InvalidRequestError(
-                f"n is {params.n}, but a request of the engine is one sequence: `sampling_params.children` makes "
-                f"{params.n} of it.",
-                "n",
-            )
-        if params.bad_words:
-            raise InvalidRequestError(
-                "bad_words are texts, and the engine takes token ids: `bad_words.expand` makes these of them.",
-                "bad_words",
-            )
-        if params.structured_outputs is not None and self._grammars is None:
-            raise InvalidRequestError("This engine has no vocabulary for structured output.", "structured_outputs")
-        if not prompt_ids:
-            raise InvalidRequestError("The prompt is empty: it needs at least one token.", "prompt")
-        longest = self.info.max_total_tokens
-        if len(prompt_ids) >= longest:
-            raise ContextLengthError(len(prompt_ids), longest)
-        for name, ids in (
-            ("prompt", prompt_ids),
-            ("output_ids", output_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias or ()),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("bad_words_token_ids", list(itertools.chain.from_iterable(params.bad_words_token_ids))),
-        ):
-            for token_id in ids:
-                if type(token_id) is not int or not 0 <= token_id < self.info.vocab_size:
-                    raise InvalidRequestError(
-                        f"{name}: {token_id!r} is no token id; they are whole numbers from 0 to "
-                        f"{self.info.vocab_size - 1}.",
-                        name,
-                    )
-        self._check_allowed(params)
-        if len(prompt_ids) + len(output_ids) >= self._limit(len(prompt_ids), params):
-            raise InvalidRequestError(
-                f"The request comes with {len(output_ids)} output tokens, so its limit is reached already.",
-                "output_ids",
-            )
+        self._rules.check(prompt_ids, params, output_ids)
 
     def compile_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
         """Begin to compile what `params` asks for, in another thread; None if that is nothing. Thread-safe.
@@ -245,8 +210,8 @@ class Engine:
                 output_ids,
                 params,
                 seed=secrets.randbits(63) if params.seed is None else params.seed,
-                limit=self._limit(len(prompt_ids), params),
-                stop_ids=self._stop_ids(params),
+                limit=self._rules.limit(len(prompt_ids), params),
+                stop_ids=self._rules.stop_ids(params),
                 priority=priority,
                 tenant=tenant,
                 is_batch=is_batch,
@@ -256,30 +221,6 @@ class Engine:
                 hashes=None if block_hashes is None else block_hashes[: len(prompt_ids) // self.info.block_size],
             )
         )
-
-    def _limit(self, num_prompt: int, params: SamplingParams) -> int:
-        longest = self.info.max_total_tokens
-        if params.max_tokens is None:
-            return longest
-        # A request that makes no token ends when its prompt is computed, which is before this limit.
-        return min(longest, num_prompt + max(params.max_tokens, 1))
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        eos = () if params.ignore_eos else self.runner.info.eos_token_ids
-        return tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
-
-    def _check_allowed(self, params: SamplingParams) -> None:
-        """Refuse what would leave a request no token to choose."""
-        if params.allowed_token_ids is None:
-            return
-        barred = {ids[0] for ids in params.bad_words_token_ids if len(ids) == 1}
-        if params.min_tokens:
-            barred.update(self._stop_ids(params))
-        if barred.issuperset(params.allowed_token_ids):
-            raise InvalidRequestError(
-                "allowed_token_ids: bad words and, before min_tokens, stop tokens bar every one of them.",
-                "allowed_token_ids",
-            )
 
     def abort(self, request_id: str) -> Finished | None:
         """End a request wherever it is; None if it is not there (any more).

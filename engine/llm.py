@@ -1,12 +1,8 @@
 """The offline door: text in, text out, in one process."""
 
 import itertools
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -15,20 +11,17 @@ from engine.bad_words import expand
 from engine.completion import Completion, CompletionOutput, Logprob, PromptJob, RequestOutput
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError
 from engine.generation_config import default_sampling
+from engine.interrupts import interrupted_between_steps
 from engine.lora.request import LoRARequest
 from engine.outputs import StepOutput
+from engine.prompts import Message, Prompt, listed, listed_chats, naming, one_each, read_prompt, turns
 from engine.sampling_params import SamplingParams, children
 from engine.token_text import TokenTexts
 from engine.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "Message", "Prompt", "RequestOutput"]
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`."""
-
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -71,14 +64,13 @@ class LLM:
 
         sampling_params: one for all prompts, or one for each; None samples as the model's makers say.
         lora_request: the adapter of all prompts, or one for each, None for the model as it is.
-        Raises
-        `InvalidRequestError`, which names the prompt by its index, before anything has started; a prompt that is
-        too long is a `ContextLengthError`. An interrupt or a fault on the way ends all requests of this call.
+        Raises `InvalidRequestError`, which names the prompt by its index, before anything has started; a prompt that
+        is too long is a `ContextLengthError`. An interrupt or a fault on the way ends all requests of this call.
         """
         jobs = []
-        for index, prompt in enumerate(_listed(prompts)):
-            with _naming(f"prompts[{index}]"):
-                jobs.append(self._read(prompt))
+        for index, prompt in enumerate(listed(prompts)):
+            with naming(f"prompts[{index}]"):
+                jobs.append(read_prompt(prompt, self.tokenizer))
         return self._run("prompts", jobs, sampling_params, use_tqdm, lora_request)
 
     def chat(
@@ -98,10 +90,10 @@ class LLM:
         `prompt` in the results is the formatted chat.
         """
         jobs = []
-        for index, chat in enumerate(_listed_chats(messages)):
-            with _naming(f"messages[{index}]"):
+        for index, chat in enumerate(listed_chats(messages)):
+            with naming(f"messages[{index}]"):
                 ids = self.tokenizer.apply_chat_template(
-                    _turns(chat),
+                    turns(chat),
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -115,23 +107,6 @@ class LLM:
         self._closed = True
         self.engine.close()
 
-    def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """Text, if there is any, and token ids of a prompt in one of its forms."""
-        text, ids = None, prompt
-        if isinstance(prompt, Mapping):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, ids = prompt, None
-        if ids is None and isinstance(text, str):
-            ids = self.tokenizer.encode(text)
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            raise InvalidRequestError(
-                "a prompt is a string, a list of token ids, or a dict with prompt or prompt_token_ids, "
-                f"not {type(prompt).__name__}.",
-                "prompt",
-            )
-        return text, list(ids)
-
     def _run(
         self,
         name: str,
@@ -144,15 +119,15 @@ class LLM:
             raise EngineDeadError("this LLM has been closed: make a new one")
         prompts = []
         params = self._default_params if sampling_params is None else sampling_params
-        each_params = _one_each("sampling_params", params, SamplingParams, len(jobs))
+        each_params = one_each("sampling_params", params, SamplingParams, len(jobs))
         each_lora: list[LoRARequest | None] = [None] * len(jobs)
         if lora_request is not None:
-            each_lora = _one_each("lora_request", lora_request, LoRARequest | None, len(jobs))
+            each_lora = one_each("lora_request", lora_request, LoRARequest | None, len(jobs))
         for index, ((text, ids), param, lora) in enumerate(zip(jobs, each_params, each_lora, strict=True)):
-            with _naming(f"{name}[{index}]"):
+            with naming(f"{name}[{index}]"):
                 prompts.append(self._prepare(text, ids, param, lora))
         running: dict[str, tuple[PromptJob, Completion]] = {}
-        with _Progress(len(prompts), use_tqdm) as progress, _interrupted_between_steps() as raise_if_interrupted:
+        with _Progress(len(prompts), use_tqdm) as progress, interrupted_between_steps() as raise_if_interrupted:
             try:
                 for prompt in prompts:
                     for completion in prompt.completions:
@@ -231,83 +206,3 @@ class _Progress:
             rates = f"input {self._input / seconds:.1f} tok/s, output {self._output / seconds:.1f} tok/s"
             self._bar.set_postfix_str(rates, refresh=False)
         self._bar.update(1)
-
-
-def _listed(prompts: Any) -> Sequence[Any]:
-    """The prompts as a list, where one came alone."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequestError(f"prompts is a prompt or a list of prompts, not {type(prompts).__name__}.", "prompt")
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
-
-
-def _listed_chats(messages: Any) -> Sequence[Any]:
-    """The chats as a list, where one came alone."""
-    if not isinstance(messages, Sequence):
-        raise InvalidRequestError(
-            f"messages is a list of messages or a list of such lists, not {type(messages).__name__}.", "messages"
-        )
-    return [messages] if messages and isinstance(messages[0], Mapping) else messages
-
-
-def _turns(chat: Any) -> list[dict[str, Any]]:
-    if not isinstance(chat, Sequence) or not chat or not all(isinstance(message, Mapping) for message in chat):
-        raise InvalidRequestError(
-            "a chat is a list of messages, at least one, each of them a dict with role and content.", "messages"
-        )
-    return [dict(message) for message in chat]
-
-
-def _one_each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
-    """A value of a kind for each prompt, where one is given for all or a list of them."""
-    if isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, Sequence) or not all(isinstance(one, kind) for one in given):
-        wanted = "SamplingParams" if kind is SamplingParams else "LoRARequest"
-        raise InvalidRequestError(f"{name} takes {wanted}, one or a list of them, not {type(given).__name__}.", name)
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"{name} has {len(given)} entries for {count} prompts: give one for all, or one for each.", name
-        )
-    return list(given)
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Put `what` before the message of an `InvalidRequestError`, which stays of its kind."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        error.args = (f"{what}: {error}",)
-        raise
-
-
-@contextmanager
-def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Hold back Ctrl-C until the function given is called; in the midst of a step it would leave half a step done.
-
-    A second Ctrl-C is not held back. Elsewhere than in the main thread, or where somebody else handles the signal,
-    nothing changes.
-    """
-    pressed = False
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    def raise_if_pressed() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield raise_if_pressed
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield raise_if_pressed
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
