@@ -15,8 +15,14 @@ from app.openai.errors import ApiError, to_api_error
 from app.openai.responses import DONE, KEEP_ALIVE, Body, event, to_json
 
 MAX_BODY_BYTES = 32 * 2**20
+BODY_S = 60.0
+"""Seconds that a body may take to come."""
+
 KEEP_ALIVE_S = 5.0
 """Longest silence on a stream; proxies on the way close one that is silent for long."""
+
+UNREAD_S = 60.0
+"""Seconds that a client may read nothing of what it is sent, before its stream ends and its place is another's."""
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,6 +45,8 @@ class EventStream:
         self._chunks = chunks
         self._commit_s = commit_s
         self._sent_at = 0.0
+        self._untaken = False
+        self._cut_off = False
 
     async def __call__(self, send: Send) -> None:
         first = asyncio.ensure_future(anext(self._chunks, None))
@@ -47,9 +55,17 @@ class EventStream:
             if done:
                 first.result()
             await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
-            keep_alive = asyncio.ensure_future(self._keep_alive(send))
+            sender = asyncio.current_task()
+            assert sender is not None
+            keep_alive = asyncio.ensure_future(self._keep_alive(send, sender))
             try:
                 await self._send_chunks(first, send)
+            except asyncio.CancelledError:
+                if not self._cut_off:
+                    raise
+                sender.uncancel()
+                logger.warning("A stream is cut off: its client has read nothing for %.0f s.", UNREAD_S)
+                return  # and the connection with it, since the answer is not whole
             finally:
                 keep_alive.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -71,17 +87,28 @@ class EventStream:
 
     async def _send(self, data: bytes, send: Send) -> None:
         self._sent_at = time.monotonic()
+        self._untaken = True
         await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._untaken = False
 
-    async def _keep_alive(self, send: Send) -> None:
-        """A task for the stream, not a timer for each token. What it sends is a whole comment, so it may come
-        between any two events."""
+    async def _keep_alive(self, send: Send, sender: "asyncio.Task[None]") -> None:
+        """Break silences, and cancel `sender` when nobody reads.
+
+        A task for the stream, not a timer for each token. What it sends is a whole comment, so it may come between
+        any two events."""
         while True:
             silence = time.monotonic() - self._sent_at
-            if silence >= KEEP_ALIVE_S:
-                await self._send(KEEP_ALIVE, send)
+            if self._untaken and silence >= UNREAD_S:
+                break
+            if not self._untaken and silence >= KEEP_ALIVE_S:
+                try:
+                    await asyncio.wait_for(self._send(KEEP_ALIVE, send), UNREAD_S)
+                except TimeoutError:
+                    break
             else:
-                await asyncio.sleep(KEEP_ALIVE_S - silence)
+                await asyncio.sleep(min(1.0, UNREAD_S - silence) if self._untaken else KEEP_ALIVE_S - silence)
+        self._cut_off = True
+        sender.cancel()
 
 
 _EVENT_STREAM_HEADERS = [
@@ -158,11 +185,16 @@ def _logged(error: Exception) -> ApiError:
 
 async def _read_body(request: Request) -> bytes:
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"The body may have at most {MAX_BODY_BYTES} bytes.", code="body_too_large")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise ApiError(413, f"The body may have at most {MAX_BODY_BYTES} bytes.", code="body_too_large")
+                parts.append(part)
+    except TimeoutError:
+        message = f"The body did not come within {BODY_S:.0f} s: {size} bytes did."
+        raise ApiError(408, message, code="body_too_slow", headers={"Connection": "close"}) from None
     return b"".join(parts)
 
 

@@ -14,7 +14,7 @@ from tests.scripted import ScriptedRunner
 
 APP_OPTIONS = (
     "capacity", "max_waiting", "stream_commit_s", "chat_template", "tool_call_parser", "reasoning_parser", "doors",
-    "lora_modules", "allow_updates",
+    "lora_modules", "allow_updates", "send_buffer",
 )  # fmt: skip
 """Of `tests.app.harness.running`; the rest is the engine's."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -133,8 +134,12 @@ async def running(
     doors: Doors | None = None,
     lora_modules: Mapping[str, str] | None = None,
     allow_updates: bool = False,
+    send_buffer: int | None = None,
 ) -> AsyncIterator[Server]:
-    """Serve `engine` on a loopback socket. At the end nothing may be left in it."""
+    """Serve `engine` on a loopback socket. At the end nothing may be left in it.
+
+    send_buffer: bytes that the system takes for a client who does not read; by default megabytes.
+    """
     replica = EngineReplica(lambda on_output: StepLoop(engine, on_output))
     client = ServeEngineClient(LocalHandle([replica]))
     admission = Admission(Budget(capacity or engine.info.max_num_seqs * 5 // 4), max_waiting)
@@ -144,7 +149,7 @@ async def running(
     service = Service("tiny", tokenizer, client, await client.limits(), admission, chat_side, adapters=adapters)
     try:
         async with (
-            listening(create_app(Catalog([service]), stream_commit_s, doors)) as url,
+            listening(create_app(Catalog([service]), stream_commit_s, doors), send_buffer) as url,
             httpx.AsyncClient(base_url=url, timeout=30) as http,
         ):
             yield Server(http, replica, engine, admission, url)
@@ -153,14 +158,17 @@ async def running(
 
 
 @asynccontextmanager
-async def listening(app: Starlette) -> AsyncIterator[str]:
+async def listening(app: Starlette, send_buffer: int | None = None) -> AsyncIterator[str]:
     """The URL of `app` on a loopback socket."""
-    uvicorn_server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
-    task = asyncio.ensure_future(uvicorn_server.serve())
+    door = socket.socket()
+    if send_buffer is not None:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    door.bind(("127.0.0.1", 0))
+    uvicorn_server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    task = asyncio.ensure_future(uvicorn_server.serve([door]))
     await until(lambda: uvicorn_server.started, 5.0)
-    port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{door.getsockname()[1]}"
     finally:
         uvicorn_server.should_exit = True
         await task

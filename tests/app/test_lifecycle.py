@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from typing import Any
@@ -44,9 +45,12 @@ class Connection:
     async def post(cls, server: Server, path: str, body: dict[str, Any], missing: int = 0) -> "Connection":
         """missing: bytes of the body that are announced and not sent."""
         host, port = server.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        end = socket.socket()
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little is on its way to one who does not read
+        end.connect((host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=end)
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + data[: len(data) - missing])
         await writer.drain()
         return cls(reader, writer)
@@ -298,6 +302,64 @@ async def test_mixed_traffic_answers_as_each_request_does_alone(real: Serve) -> 
         )
         assert answers == [(choice["text"], choice["finish_reason"]) for choice in alone]
         await server.idle()
+
+
+SMALL_BUFFERS = {
+    "max_model_len": 100_000, "num_blocks": 30_000, "block_size": 16, "max_num_batched_tokens": 64, "send_buffer": 4096,
+}  # fmt: skip
+"""So long an output, and so little on its way to a client who does not read."""
+
+
+async def test_a_client_that_reads_nothing_loses_its_place_and_its_connection(
+    scripted: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.streaming.UNREAD_S", 0.3)
+    monkeypatch.setattr("app.streaming.KEEP_ALIVE_S", 0.1)
+    async with scripted("abcdefgh" * 4, capacity=1, **SMALL_BUFFERS) as server:
+        idler = await Connection.post(server, COMPLETIONS, LONG | {"max_tokens": 90_000, "stream": True})
+        await idler.reader.readuntil(b'"text":')
+        idler.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        assert (await server.complete(max_tokens=2)).status_code == 200, "the only place was not given back"
+        await server.idle()
+        assert server.replica.stats().generation_tokens < 90_000
+        assert "its client has read nothing" in caplog.text
+        idler.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        assert b"data: [DONE]\n\n" not in await asyncio.wait_for(idler.reader.read(), 10)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_a_client_that_goes_on_reading_in_time_loses_nothing(
+    scripted: Serve, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    """silent: the engine makes no token meanwhile, so that comments are what is not read."""
+    monkeypatch.setattr("app.streaming.UNREAD_S", 30.0)
+    monkeypatch.setattr("app.streaming.KEEP_ALIVE_S", 0.01)
+    gate = Gate()
+    async with scripted("abcdefgh" * 4, before_step=gate, **SMALL_BUFFERS) as server:
+        idler = await Connection.post(server, COMPLETIONS, LONG | {"max_tokens": 2000, "stream": True})
+        await idler.reader.readuntil(b'"text":')
+        idler.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        if silent:
+            gate.open.clear()
+        await asyncio.sleep(0.3)
+        gate.open.set()
+        idler.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        assert b"data: [DONE]\n\n" in await asyncio.wait_for(idler.reader.read(), 10)
+        await server.idle()
+
+
+async def test_a_body_that_does_not_come_is_a_408_and_holds_no_place(
+    scripted: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.streaming.BODY_S", 0.1)
+    async with scripted(capacity=1, max_waiting=0) as server:
+        slow = [await Connection.post(server, COMPLETIONS, LONG, missing=5) for _ in range(20)]
+        assert (await server.chat(max_tokens=2)).status_code == 200
+        for connection in slow:
+            head, _, body = (await asyncio.wait_for(connection.reader.read(), 5)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+            assert json.loads(body)["error"]["code"] == "body_too_slow"
+        assert (await server.chat(max_tokens=2)).status_code == 200
 
 
 async def test_a_reader_that_stops_reading_is_cut_off(scripted: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
