@@ -14,10 +14,6 @@ MAX_SKIPPED = 16
 """Waiting requests passed over in one step because their next block is being computed by another."""
 
 
-MAX_WITHOUT_SLOT = 64
-"""Waiting requests passed over in one step because there is no slot for their adapter."""
-
-
 class Intake:
     """num_prompt_tokens: of requests that have started; num_cached_prompt_tokens: of these, found in the cache.
 
@@ -47,18 +43,17 @@ class Intake:
         size = self._batch.block_size
         new_rows, new_counts = [], []
         skipped: list[Entry[Request]] = []
-        without_slot: list[Entry[Request]] = []
+        adapters = True
         while self._batch.num_free_rows and budget > 0 and len(skipped) < MAX_SKIPPED:
-            entry = self._waiting.pop()
+            entry = self._waiting.pop(adapters=adapters)
             if entry is None:
                 break
             request = entry.item
             # Once one waits for a slot, so do all behind it that have an adapter: or those that come for the adapters
             # in the slots would keep it waiting for ever.
-            if request.adapter is not None and (without_slot or not self.has_slot(request)):
-                without_slot.append(entry)
-                if len(without_slot) == MAX_WITHOUT_SLOT:
-                    break
+            if not self.has_slot(request):
+                self._waiting.put_back(entry)
+                adapters = False
                 continue
             scored = request.prompt_logprobs is not None  # so each of its tokens must be computed
             hits = [] if scored else self._blocks.lookup(request.hashes)
@@ -83,7 +78,7 @@ class Intake:
                 assert self._swap is not None
                 self._swap.bring_back(request, len(hits))
             computing.update(request.hashes[len(hits) : (start + count) // size])
-        for entry in (*without_slot, *skipped):
+        for entry in skipped:
             self._waiting.put_back(entry)
         return new_rows, new_counts
 

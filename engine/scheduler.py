@@ -335,10 +335,12 @@ class Scheduler:
     def _who_gives_way(self, budget: int) -> Request | None:
         """A running request whose place the first in the queue should have."""
         first, running = self.waiting.first_ordinary(), self._running
+        if first is not None and not self.intake.has_slot(first):  # nobody's row or blocks would help it
+            if running.num_batch and (request := running.batch_in_a_slot()) is not None:
+                return request
+            first = self.waiting.first_ordinary(adapters=False)
         if first is None:
             return None
-        if not self.intake.has_slot(first):  # nobody's row or blocks would help it
-            return running.batch_in_a_slot() if running.num_batch else None
         if running.num_batch and (budget <= 0 or self.intake.lacks_room(first)):
             return running.last_in_service()
         alone = self.waiting.num_tenants == 1 and running.by_tenant.keys() == {first.tenant}
@@ -346,12 +348,18 @@ class Scheduler:
             return None
         for request in running.requests:  # by what they have had until now, another may be the first
             self._charge(request)
-        first = self.waiting.first_ordinary()
-        assert first is not None
-        tenant = running.tenant_above(first.tenant)
-        if tenant is None or not self.intake.lacks_room(first):
+        first = self._first_with_slot()
+        tenant = None if first is None else running.tenant_above(first.tenant)
+        if first is None or tenant is None or not self.intake.lacks_room(first):
             return None
         return running.last_in_service(tenant)
+
+    def _first_with_slot(self) -> Request | None:
+        """The first in the queue that a row and blocks would help."""
+        first = self.waiting.first_ordinary()
+        if first is None or self.intake.has_slot(first):
+            return first
+        return self.waiting.first_ordinary(adapters=False)
 
     def _charge(self, request: Request) -> None:
         """Count what a running request has been given to its tenant."""

@@ -2,7 +2,8 @@
 
 Tenants share by tokens (`engine.fair_queue`). A tenant's own requests go first come, first served, with a head start
 of PRIORITY_S a level of priority: one that has waited long enough is ahead of every newcomer, whatever its priority,
-so none starves. Requests of the batch class come after all others: they get what nobody else wants.
+so none starves. Requests of the batch class come after all others: they get what nobody else wants. Those that have an
+adapter can be passed over, all at once: while one waits for a slot, the others wait behind it.
 
 What the statistics tell is kept as requests come and go, so that reading it costs nothing.
 """
@@ -10,11 +11,13 @@ What the statistics tell is kept as requests come and go, so that reading it cos
 from collections import deque
 from collections.abc import Callable
 
-from engine.fair_queue import PRIORITY_S, Entry, FairQueue
+from engine.fair_queue import KINDS, PRIORITY_S, Entry, FairQueue
 from engine.request import Request, Status
 
 OUTPUT_WEIGHT = 2.0
 """What a token of output counts against one of a prompt: it takes a step of its own."""
+
+_PLAIN, _ADAPTED = KINDS
 
 _BATCH_RANK_S = 1e12
 """Puts the batch class behind all others, so that it is preempted first."""
@@ -46,16 +49,21 @@ class WaitingQueue:
         request.status = Status.WAITING
         # Who was served already and gave its place up is not charged again.
         cost = len(request.token_ids) if request.num_cached_tokens is None else 0
-        self._lane(request).push(request, request.tenant, request.rank, cost)
+        kind = _PLAIN if request.adapter is None else _ADAPTED
+        self._lane(request).push(request, request.tenant, request.rank, cost, kind)
         self._count(request, 1)
         if len(self._since) > 2 * self._num + 64:  # nobody asks for the longest wait, or one waits very long
             self._since = deque(filter(self._waits_still, self._since))
         request.waits_since = self._clock()
         self._since.append((request.waits_since, request))
 
-    def pop(self) -> Entry[Request] | None:
-        """Take out the next to be served, charged to its tenant; `put_back` undoes it."""
-        entry = self._ordinary.pop_entry() or self._batch.pop_entry()
+    def pop(self, *, adapters: bool = True) -> Entry[Request] | None:
+        """Take out the next to be served, charged to its tenant; `put_back` undoes it.
+
+        adapters: also of those that have one.
+        """
+        kinds = KINDS if adapters else (_PLAIN,)
+        entry = self._ordinary.pop_entry(kinds=kinds) or self._batch.pop_entry(kinds=kinds)
         if entry is not None:
             self._count(entry.item, -1)
         return entry
@@ -69,9 +77,9 @@ class WaitingQueue:
         if self._lane(request).remove(request):
             self._count(request, -1)
 
-    def first_ordinary(self) -> Request | None:
-        """The next to be served that is not of the batch class."""
-        return self._ordinary.peek()
+    def first_ordinary(self, *, adapters: bool = True) -> Request | None:
+        """The next to be served that is not of the batch class. adapters: also of those that have one."""
+        return self._ordinary.peek(kinds=KINDS if adapters else (_PLAIN,))
 
     @property
     def num_tenants(self) -> int:

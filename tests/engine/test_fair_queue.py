@@ -126,3 +126,19 @@ def test_nothing_is_lost_or_served_twice(steps: list[tuple[str, int, int, int]])
         assert len(queue) == len(waiting)
         assert queue.peek() is None or queue.peek() in waiting
     assert sorted(iter(lambda: queue.pop(), None)) == sorted(waiting)
+
+
+def test_entries_of_one_kind_are_passed_over_and_keep_their_place_and_charge() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for i in range(3):
+        queue.push(f"a{i}", "a", order=i, cost=10, kind=1)
+        queue.push(f"b{i}", "b", order=i, cost=10, kind=i % 2)
+    queue.push("a3", "a", order=3, cost=10)
+    assert queue.peek() == "a0"
+    assert queue.peek(kinds=(0,)) == "a3"
+    passed = queue.pop_entry()
+    assert passed is not None
+    queue.put_back(passed)
+    taken = [queue.pop_entry(kinds=(0,)) for _ in range(4)]
+    assert [entry and entry.item for entry in taken] == ["a3", "b0", "b2", None]
+    assert drain(queue) == ["a0", "a1", "b1", "a2"], "a has had 10 and b 20"

@@ -4,10 +4,14 @@ Each KV slot holds a hash of its prefix and every read is checked (`tests.script
 the shortest sequence of calls that Hypothesis can find. `pytest --hypothesis-profile=thorough` runs thousands.
 """
 
+from types import SimpleNamespace
+from typing import cast
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.engine import Engine
+from engine.lora.adapter import Adapter
 from engine.outputs import FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
 from tests.scripted import LateRunner, ShadowRunner, shadow_continuation, shadow_scores, swap_info
@@ -36,6 +40,7 @@ class Lives(RuleBasedStateMachine):
             max_model_len=64,
             eos_token_ids=(),
             swap=swap_info(host_blocks) if host_blocks else None,
+            max_loras=2,
         )
         self.host_blocks = host_blocks
         self.engine = Engine(
@@ -63,6 +68,7 @@ class Lives(RuleBasedStateMachine):
         is_batch=st.booleans(),
         salt=st.sampled_from([None, None, "salt"]),
         extras=st.sampled_from([None, None, None, "scored", "scored only", "needs its last token"]),
+        adapter=st.sampled_from([None, None, None, "aa", "bb", "cc"]),
     )
     def add(
         self,
@@ -77,6 +83,7 @@ class Lives(RuleBasedStateMachine):
         is_batch: bool,
         salt: str | None,
         extras: str | None,
+        adapter: str | None,
     ) -> None:
         longest = self.engine.info.max_total_tokens
         prompt = (SHARED[:shared] + own or [1])[: longest - 1]
@@ -108,6 +115,7 @@ class Lives(RuleBasedStateMachine):
                 tenant=tenant,
                 is_batch=is_batch,
                 cache_salt=salt,
+                adapter=None if adapter is None else cast("Adapter", SimpleNamespace(digest=adapter)),
             )
             self.wanted[name] = whole[known:]
             self.got[name] = []
