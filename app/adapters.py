@@ -29,15 +29,22 @@ class ServedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterChange:
-    """What the other ingress replicas are told: that a name now means `adapter` of `model`, or nothing there."""
+    """What ingress replicas tell each other: that a name means `adapter` of `model`, or nothing there.
+
+    at: when that was decided; of two changes of one name the later one counts. 0: by the settings.
+    """
 
     model: str
     name: str
     adapter: ServedAdapter | None
+    at: int
 
 
 Tell = Callable[[AdapterChange], Awaitable[None]]
 """Gives a change to the other ingress replicas."""
+
+MAX_UNLOADED = 1000
+"""Names remembered that mean nothing any more, for an ingress replica that has missed it."""
 
 
 class Adapters:
@@ -47,30 +54,34 @@ class Adapters:
         self._base = base
         self._client = client
         self._allow_updates = allow_updates
-        self._served: dict[str, ServedAdapter] = {}
+        self._last: dict[str, AdapterChange] = {}  # of each name, in the order in which they came
         self._lock = asyncio.Lock()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._served
+        return self._served(name) is not None
 
     def find(self, name: str | None) -> LoRARequest | None:
         """The adapter that a request's `model` names; None for the model itself."""
-        served = None if name is None else self._served.get(name)
+        served = None if name is None else self._served(name)
         return None if served is None else served.request
 
     def all(self) -> list[ServedAdapter]:
-        return list(self._served.values())
+        return [change.adapter for change in self._last.values() if change.adapter is not None]
+
+    def changes(self) -> list[AdapterChange]:
+        """All that another ingress replica may have missed: what is served, and what no more."""
+        return list(self._last.values())
 
     async def load_all(self, modules: Mapping[str, str]) -> None:
         """Load the adapters of the settings: folders by name. Raises `ApiError` for the first that cannot be."""
         for name, path in modules.items():
-            self._served[name] = await self._read(name, path)
+            self.learn(AdapterChange(self._base, name, await self._read(name, path), at=0))
 
     async def load(self, name: str, path: str, in_place: bool, tell: Tell) -> str:
         """Returns what the client is told. in_place: in that of one with this name. Raises `ApiError`."""
         self._check_allowed()
         async with self._lock:  # two loads of one name come one after the other
-            if name in self._served and not in_place:
+            if name in self and not in_place:
                 raise ApiError(
                     400,
                     f"The lora adapter {name!r} has already been loaded. If you want to load the adapter in place, set "
@@ -85,20 +96,27 @@ class Adapters:
         """Requests that run with it go on. Returns what the client is told. Raises `ApiError`."""
         self._check_allowed()
         async with self._lock:
-            if name not in self._served:
+            if name not in self:
                 raise ApiError(
                     404, f"The lora adapter {name!r} cannot be found.", param="lora_name", code="model_not_found"
                 )
             await self._change(name, None, tell)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    def learn(self, name: str, adapter: ServedAdapter | None) -> None:
-        """Of another ingress replica; of two adapters the older one does not count."""
-        known = self._served.get(name)
-        if adapter is None:
-            self._served.pop(name, None)
-        elif known is None or adapter.created >= known.created:
-            self._served[name] = adapter
+    def learn(self, change: AdapterChange) -> None:
+        """Of another ingress replica, or of this one."""
+        known = self._last.get(change.name)
+        if known is not None and known.at >= change.at:
+            return
+        self._last.pop(change.name, None)
+        self._last[change.name] = change
+        unloaded = [name for name, last in self._last.items() if last.adapter is None]
+        for name in unloaded[:-MAX_UNLOADED]:
+            del self._last[name]
+
+    def _served(self, name: str) -> ServedAdapter | None:
+        change = self._last.get(name)
+        return None if change is None else change.adapter
 
     async def _read(self, name: str, path: str) -> ServedAdapter:
         request = LoRARequest(name, 1, path)
@@ -106,8 +124,12 @@ class Adapters:
         return ServedAdapter(replace(request, digest=digest), int(time.time()))
 
     async def _change(self, name: str, adapter: ServedAdapter | None, tell: Tell) -> None:
-        self.learn(name, adapter)
-        await tell(AdapterChange(self._base, name, adapter))
+        known = self._last.get(name)
+        # Later than what it follows, whatever the clocks of the two machines say.
+        at = max(time.time_ns(), 0 if known is None else known.at + 1)
+        change = AdapterChange(self._base, name, adapter, at)
+        self.learn(change)
+        await tell(change)
 
     def _check_allowed(self) -> None:
         if not self._allow_updates:

@@ -40,6 +40,9 @@ ROUTING_STATS_S = 1.0
 LEADER_CPUS = 0.1
 """Share of a core of a replica that leads shards: it only schedules."""
 
+HEALTH_TIMEOUT_S = 10
+"""In which a replica has to say that it is well; one that misses it three times in a row is replaced."""
+
 _CONTROL_CALLS = 8
 """Calls for limits, statistics and health that a full replica takes beside its requests."""
 
@@ -70,6 +73,7 @@ def build_application(
         max_ongoing_requests=_INGRESS_REQUESTS,
         max_queued_requests=-1,
         ray_actor_options={"num_cpus": 0.1},
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=max(_INGRESS_DRAIN_S, *(m.graceful_shutdown_timeout_s for m in settings.each)),
         logging_config=log,
@@ -111,7 +115,7 @@ def _engine(
         + _CONTROL_CALLS,
         **_resources(config.tensor_parallel_size, num_gpus, settings.shard_placement),
         health_check_period_s=2,
-        health_check_timeout_s=30,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
     )

@@ -74,17 +74,14 @@ class Catalog:
         return await service.adapters.unload(body.lora_name, self._tell)
 
     def learn(self, changes: Sequence[AdapterChange]) -> None:
-        """Of another ingress replica."""
+        """Of another ingress replica, which may have other models while they are replaced."""
         for change in changes:
-            self._services[change.model].adapters.learn(change.name, change.adapter)
+            if (service := self._services.get(change.model)) is not None:
+                service.adapters.learn(change)
 
     def adapters(self) -> list[AdapterChange]:
-        """All there are, for an ingress replica that knows none of them."""
-        return [
-            AdapterChange(service.name, adapter.name, adapter)
-            for service in self._services.values()
-            for adapter in service.adapters.all()
-        ]
+        """For an ingress replica that starts, or has missed some."""
+        return [change for service in self._services.values() for change in service.adapters.changes()]
 
     async def check_health(self) -> None:
         """Raise `EngineFault` if no model can be served. One that sleeps can."""
@@ -103,7 +100,8 @@ class Catalog:
         return {name: service.stats() for name, service in self._services.items()}
 
     def _listed(self) -> str:
-        names = [*self._services, *(adapter.name for adapter in self.adapters())]
+        adapters = (adapter.name for service in self._services.values() for adapter in service.adapters.all())
+        names = [*self._services, *adapters]
         return ", ".join(map(repr, names[:_LISTED])) + (" and more" if len(names) > _LISTED else "")
 
     def _with_adapter(self, name: str) -> Service | None:

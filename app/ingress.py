@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import math
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
@@ -12,20 +13,22 @@ from starlette.applications import Starlette
 
 from app.adapters import AdapterChange, Adapters
 from app.admission import Admission, Budget
+from app.broadcast import ask_all
 from app.catalog import Catalog
 from app.chat import ChatSide
 from app.chat_template import chat_templates
-from app.door_reports import report_queue
+from app.door_reports import INTERVAL_S, report_queue
 from app.doors import Doors, read_keys
 from app.engine_client import EngineClient, EngineLimits
 from app.failover import FailoverClient
 from app.pool import Pool, pool_of
 from app.routes import create_app
 from app.scrape import ModelStats
-from app.serve_client import CONTROL_TIMEOUT_S, ServeEngineClient
+from app.serve_client import ServeEngineClient
 from app.service import Service
 from app.settings import AppSettings
 from app.signals import DoorReport
+from app.silence import watch
 from engine.generation_config import default_sampling
 from engine.hub import resolve_model
 from engine.tokenizer import load_tokenizer
@@ -40,6 +43,10 @@ SPARE = 0.25
 
 _TRIES, _PAUSE_S = 5, 0.2
 """A handle that was made just now may not have heard yet which replicas there are."""
+
+ASK_AGAIN_S = 10.0
+"""Until an ingress knows of every adapter's change: who was not told, as it was just starting or did not answer, asks
+so often."""
 
 
 async def create_service(settings: AppSettings, client: EngineClient, pool: Pool) -> Service:
@@ -96,31 +103,36 @@ class Peers:
     async def stats(self) -> list[ModelStats]:
         """Of those that answer."""
         try:
-            answers = await self._handle.broadcast("stats").results_async(
-                timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
-            )
+            answers = await ask_all(self._handle, "stats")
         except Exception:
             return []
         return [answer for answer in answers if isinstance(answer, dict)]
 
     async def tell(self, change: AdapterChange) -> None:
         """Of an adapter that was loaded or unloaded here."""
-        with suppress(Exception):  # one that is just going hides nothing from the others
-            await self._handle.broadcast("change_adapters", [change]).results_async(
-                timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
-            )
+        with suppress(Exception):  # none is there yet that could be told
+            await ask_all(self._handle, "change_adapters", [change])
 
     async def adapters(self) -> list[AdapterChange]:
-        """Those that were loaded while the others ran; none if nobody answers, as when all begin."""
+        """What the others know that were loaded and unloaded; none if nobody answers, as when all begin."""
         for _ in range(_TRIES):
             with suppress(Exception):
-                answers = await self._handle.broadcast("adapters").results_async(
-                    timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
-                )
+                answers = await ask_all(self._handle, "adapters")
                 if known := [answer for answer in answers if isinstance(answer, list)]:
                     return [adapter for adapters in known for adapter in adapters]
             await asyncio.sleep(_PAUSE_S)
         return []
+
+
+async def keep_learning(
+    catalog: Catalog,
+    ask: Callable[[], Awaitable[list[AdapterChange]]],
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Ask the other ingress replicas for what this one has missed of their adapters. Never returns."""
+    while True:
+        await sleep(ASK_AGAIN_S)
+        catalog.learn(await ask())
 
 
 class IngressDeployment:
@@ -130,7 +142,7 @@ class IngressDeployment:
         """engines: handles, one for each of `settings.each`."""
         self._settings = settings
         self._engines = engines
-        self._reports: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         settings = self._settings
@@ -139,6 +151,7 @@ class IngressDeployment:
         self._catalog = Catalog(services, peers.stats, peers.tell)
         if any(each.allow_runtime_lora_updating for each in settings.each):
             self._catalog.learn(await peers.adapters())
+            self._tasks.append(asyncio.create_task(keep_learning(self._catalog, peers.adapters)))
         gc.freeze()  # what has been loaded stays: looking through it again and again would hold up every stream
         return create_app(self._catalog, settings.stream_commit_s, doors(settings))
 
@@ -156,8 +169,8 @@ class IngressDeployment:
 
     async def _serve(self, settings: AppSettings, engine: Any) -> Service:
         """One model. Its queue goes by the replicas there are, and its autoscaler by the queue."""
-        client = FailoverClient(ServeEngineClient(engine), settings.max_resubmissions)
-        pool = pool_of(engine.deployment_name)
+        transport, pool = ServeEngineClient(engine), pool_of(engine.deployment_name)
+        client = FailoverClient(transport, settings.max_resubmissions)
         service = await create_service(settings, client, pool)
         loop = asyncio.get_running_loop()
 
@@ -167,8 +180,8 @@ class IngressDeployment:
         pool.follow(resize)
 
         async def send(report: DoorReport) -> None:
-            answers = engine.broadcast("note_door", report)
-            await answers.results_async(timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True)
+            await ask_all(engine, "note_door", report, timeout_s=INTERVAL_S)  # a replica that hangs holds up no report
 
-        self._reports.append(loop.create_task(report_queue(uuid4().hex, service.admission, send)))
+        self._tasks.append(loop.create_task(report_queue(uuid4().hex, service.admission, send)))
+        self._tasks.append(loop.create_task(watch(engine, pool, transport.waits_s, transport.lose)))
         return service

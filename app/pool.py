@@ -10,9 +10,12 @@ from collections.abc import Callable, Collection
 
 
 class Pool:
+    """silent: replicas that answer nothing, which get no request while there are others (`app.silence`)."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._replicas: frozenset[str] = frozenset()
+        self.silent: frozenset[str] = frozenset()
         self._on_change: Callable[[int], None] | None = None
         self._routed: dict[str, int] = {}
         self.known = False
@@ -33,6 +36,7 @@ class Pool:
             changed = not self.known or len(replicas) != len(self._replicas)
             self.known = True
             self._replicas = frozenset(replicas)
+            self.silent &= self._replicas
             self._routed = {name: self._routed.get(name, 0) for name in self._replicas}
             on_change = self._on_change
         if changed and on_change is not None:
@@ -44,6 +48,10 @@ class Pool:
             self._routed[replica] = self._routed.get(replica, 0) + 1
             self.prompt_blocks += prompt_blocks
             self.hit_blocks += hit_blocks
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        return self._replicas
 
     @property
     def num_replicas(self) -> int:

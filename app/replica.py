@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -13,7 +14,7 @@ from app.outbox import Outbox, split
 from app.signals import DoorReport, Signals
 from app.startup import Startup, StartupTimes
 from engine.config import EngineConfig
-from engine.errors import ContextLengthError, InvalidRequestError
+from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from engine.lora.request import AdapterError, LoRARequest
 from engine.outputs import EngineStats, StepOutput
 from engine.runner import Runner
@@ -27,6 +28,10 @@ MAX_STALL_S = 60.0
 LAST_WORDS_S = 0.05
 """Seconds in which a replica whose engine has failed still tells how its requests ended."""
 
+SURE_S = 1.0
+"""Seconds that an engine must be found standing still before its replica leaves: a process that was stopped itself
+finds that at first, when it goes on."""
+
 logger = logging.getLogger("ray.serve")
 
 
@@ -35,15 +40,17 @@ class EngineReplica:
 
     make_step_loop: builds the step loop (see `engine.step_loop.StepLoop`) around a function for its output.
     on_failure: called in the event loop once the step thread has failed and all requests have been told.
+    name: that no other replica has, ever; by default a drawn one.
     """
 
     def __init__(
         self,
         make_step_loop: Callable[[Callable[[StepOutput], None]], Any],
         on_failure: Callable[[], None] = lambda: None,
+        name: str | None = None,
     ) -> None:
         self._event_loop = asyncio.get_running_loop()
-        self._name = uuid4().hex
+        self.name = name or uuid4().hex
         self._carriers = 0
         self._outboxes: dict[str, Outbox] = {}  # by ingress
         self._outbox_of: dict[str, Outbox] = {}  # by request
@@ -76,7 +83,7 @@ class EngineReplica:
         self._outbox_of[request_id] = outbox
         end = outbox.add(request_id)
         try:
-            yield Placed(self._name, outbox.number, carries)
+            yield Placed(self.name, outbox.number, carries)
             if carries:
                 while outbox.busy:
                     yield await outbox.take()
@@ -189,10 +196,10 @@ class EngineReplica:
                 self._step_loop.abort(request_id)
 
 
-def start_replica(config: EngineConfig, on_failure: Callable[[], None]) -> EngineReplica:
+def start_replica(config: EngineConfig, on_failure: Callable[[], None], name: str) -> EngineReplica:
     """Load the model and start stepping. Blocks for as long as loading takes; call it in the event loop's thread.
 
-    on_failure: as in `EngineReplica`; called for a lost shard, too.
+    on_failure, name: as in `EngineReplica`; the first is called for a lost shard, too.
     """
     from engine.engine import Engine
     from engine.step_loop import StepLoop
@@ -213,11 +220,11 @@ def start_replica(config: EngineConfig, on_failure: Callable[[], None]) -> Engin
         info.max_total_tokens,
         info.max_num_seqs,
     )
-    return EngineReplica(lambda on_output: StepLoop(engine, on_output), on_failure)
+    return EngineReplica(lambda on_output: StepLoop(engine, on_output), on_failure, name)
 
 
 def leave_soon() -> None:
-    """End this process, whose engine has failed, when its last messages are out.
+    """End this process, whose engine has failed or stands still, when its last messages are out.
 
     Serve replaces a replica that is gone at once, and sends it nothing meanwhile; one that is unhealthy it would keep
     asking for seconds, and answer requests with its errors.
@@ -237,10 +244,15 @@ def show_engine_log() -> None:
 class EngineDeployment:
     """What Serve runs: a shell, since a class under a deployment travels by value."""
 
+    _ill_since = 0.0
+
     def __init__(self, config: EngineConfig) -> None:
+        from ray import serve
+
         startup = Startup()
         show_engine_log()
-        self._replica = start_replica(config, leave_soon)
+        name = serve.get_replica_context().replica_id.unique_id  # as the routers call it
+        self._replica = start_replica(config, leave_soon, name)
         self._startup_times = startup.done()
         logger.info("Replica up: %s.", self._startup_times)
         self._signals = Signals(self._replica.limits().max_num_seqs)
@@ -261,6 +273,10 @@ class EngineDeployment:
     async def stats(self) -> EngineStats:
         return self._replica.stats()
 
+    async def name(self) -> str:
+        """Asked by an ingress that has heard nothing for a while."""
+        return self._replica.name
+
     async def startup_times(self) -> StartupTimes:
         return self._startup_times
 
@@ -278,7 +294,15 @@ class EngineDeployment:
 
     async def check_health(self) -> bool:
         """Asked by Serve and by the ingress; async, since Serve would run a plain one in a thread that sees nothing."""
-        self._replica.check_health()
+        try:
+            self._replica.check_health()
+        except EngineDeadError:
+            now = time.monotonic()
+            self._ill_since = self._ill_since or now
+            if now - self._ill_since >= SURE_S:
+                leave_soon()
+            raise
+        self._ill_since = 0.0
         return True
 
     def __del__(self) -> None:

@@ -225,6 +225,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         hashes, session = _keys(request)
         ranked, _ = self._affinity.rank(hashes, session, {name: self._busy(r) for name, r in by_name.items()})
+        if silent := self._pool.silent:
+            ranked.sort(key=silent.__contains__)
         return [by_name[name] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:

@@ -8,21 +8,23 @@ ingress and replica costs nothing. See `app.outbox` for the other end.
 
 import asyncio
 import logging
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import aclosing
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+from app.broadcast import answers_of, ask_all
 from app.engine_client import Delivery, EngineLimits, Message, Placed, Refusal, ReplicaLost, Submission
 from app.openai.errors import EngineFault
+from app.silence import SILENCE_S
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, Finished, FinishReason, StepOutput, TokenLogprobs
-
-CONTROL_TIMEOUT_S = 5.0
-"""Seconds that statistics and health may take before an engine counts as unreachable."""
 
 LOAD_TIMEOUT_S = 60.0
 """Seconds that all replicas together have to read an adapter's files."""
@@ -50,7 +52,8 @@ class ServeEngineClient:
         )
         self._name = uuid4().hex
         self._open: dict[str, ServeTokenStream] = {}
-        self._unplaced: set[ServeTokenStream] = set()
+        self._unplaced: dict[ServeTokenStream, float] = {}  # and since when
+        self._heard_at: dict[str, float] = {}  # by replica
         self._placed: defaultdict[Key, set[ServeTokenStream]] = defaultdict(set)
         self._broken: dict[str, int] = {}  # by replica, the last carrier that broke
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -61,12 +64,22 @@ class ServeEngineClient:
 
     async def stats(self) -> list[EngineStats]:
         """Of the replicas that answer: one that is just dying hides none of the others."""
-        return [answer for answer in await self._ask_all("stats") if isinstance(answer, EngineStats)]
+        try:
+            answers = await ask_all(self._handle, "stats")
+        except Exception as error:
+            raise _unreachable(error) from error
+        return [answer for answer in answers if isinstance(answer, EngineStats)]
 
     async def check_health(self) -> None:
-        answers = await self._ask_all("check_health")
-        if True not in answers:
-            raise EngineFault("No engine replica is running.")
+        """As soon as one replica says that it is well."""
+        try:
+            async with aclosing(answers_of(self._handle, "check_health")) as answers:
+                async for answer in answers:
+                    if answer is True:
+                        return
+        except Exception as error:
+            raise _unreachable(error) from error
+        raise EngineFault("No engine replica is running.")
 
     async def load_adapter(self, request: LoRARequest) -> str:
         """One replica reads it first, which one that is asleep is woken for; then all others the very same files."""
@@ -74,9 +87,9 @@ class ServeEngineClient:
         if isinstance(answer, Refusal):
             raise answer.to_error()
         digest: str = answer
-        everywhere = self._handle.broadcast("load_adapter", replace(request, digest=digest))
+        everywhere = replace(request, digest=digest)
         # One that does not answer reads it with the first request that needs it.
-        for other in await everywhere.results_async(timeout_s=LOAD_TIMEOUT_S, return_exceptions=True):
+        for other in await ask_all(self._handle, "load_adapter", everywhere, timeout_s=LOAD_TIMEOUT_S):
             if isinstance(other, Refusal):
                 raise other.to_error()
         return digest
@@ -87,7 +100,7 @@ class ServeEngineClient:
         response = Context().run(self._streaming.submit.remote, submission, self._name)
         stream = ServeTokenStream(submission.request_id, response, self._close)
         self._open[submission.request_id] = stream
-        self._unplaced.add(stream)
+        self._unplaced[stream] = time.monotonic()
         self._spawn(self._follow(stream, response))
         return stream
 
@@ -113,7 +126,10 @@ class ServeEngineClient:
     def _take(self, stream: "ServeTokenStream", message: Message) -> None:
         if isinstance(message, StepOutput):
             self._deliver(message)
+            if stream.placed is not None:
+                self._heard_at[stream.placed.replica] = time.monotonic()
         elif isinstance(message, Placed):
+            self._heard_at[message.replica] = time.monotonic()
             self._place(stream, message)
         elif isinstance(message, Refusal):
             stream.fail(message.to_error())
@@ -124,7 +140,7 @@ class ServeEngineClient:
 
     def _place(self, stream: "ServeTokenStream", placed: Placed) -> None:
         stream.placed = placed
-        self._unplaced.discard(stream)
+        self._unplaced.pop(stream, None)
         if stream.closed:
             return
         if self._broken.get(placed.replica, 0) >= placed.carrier:
@@ -139,6 +155,24 @@ class ServeEngineClient:
             self._broken[placed.replica] = max(placed.carrier, self._broken.get(placed.replica, 0))
             for other in list(self._placed.get((placed.replica, placed.carrier), ())):
                 other.fail(_lost(type(error).__name__))
+
+    def waits_s(self) -> float:
+        """How long the request under way that has heard least has heard nothing of its replica."""
+        placed = {replica for replica, _ in self._placed}
+        self._heard_at = {replica: at for replica, at in self._heard_at.items() if replica in placed}
+        since = min([*self._heard_at.values(), *self._unplaced.values()], default=math.inf)
+        return max(0.0, time.monotonic() - since)
+
+    def lose(self, replicas: frozenset[str]) -> None:
+        """Give up what these have, and what may be on its way to them: since long and not placed anywhere."""
+        late = time.monotonic() - SILENCE_S
+        lost = [stream for stream, since in self._unplaced.items() if since < late]
+        for (replica, carrier), streams in self._placed.items():
+            if replica in replicas:
+                self._broken[replica] = max(carrier, self._broken.get(replica, 0))
+                lost += streams
+        for stream in lost:  # which may still run there, should it go on
+            stream.fail(_lost("silent"), ended=False)
 
     def _deliver(self, output: StepOutput) -> None:
         find = self._open.get
@@ -169,7 +203,7 @@ class ServeEngineClient:
             del self._open[stream.request_id]
         placed = stream.placed
         if placed is None:
-            self._unplaced.discard(stream)
+            self._unplaced.pop(stream, None)
             alone = True
         else:
             key = placed.replica, placed.carrier
@@ -188,20 +222,9 @@ class ServeEngineClient:
 
     async def _abort(self, request_id: str) -> None:
         try:
-            await self._handle.broadcast("abort", request_id).results_async(
-                timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
-            )
+            await ask_all(self._handle, "abort", request_id)
         except Exception as error:  # no replica is left that could hold it
             logger.debug("request %s could not be aborted: %s", request_id, error)
-
-    async def _ask_all(self, method: str) -> list[Any]:
-        try:
-            answers: list[Any] = await self._handle.broadcast(method).results_async(
-                timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
-            )
-        except Exception as error:
-            raise EngineFault(f"The engine does not answer ({type(error).__name__}).") from error
-        return answers
 
 
 class ServeTokenStream:
@@ -295,6 +318,10 @@ class ServeTokenStream:
             if not self._waiter.done():
                 self._waiter.set_result(None)
             self._waiter = None
+
+
+def _unreachable(error: Exception) -> EngineFault:
+    return EngineFault(f"The engine does not answer ({type(error).__name__}).")
 
 
 def _lost(why: str) -> ReplicaLost:

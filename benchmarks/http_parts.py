@@ -61,7 +61,7 @@ class SilentHandle:
     def broadcast(self, *_: Any) -> "SilentHandle":
         return self
 
-    async def results_async(self, **_: Any) -> list[Any]:
+    async def _fetch_replica_results_async(self) -> list[Any]:
         return []
 
     def __aiter__(self) -> "SilentHandle":

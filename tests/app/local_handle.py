@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import itertools
 import pickle
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -58,12 +58,25 @@ class LocalCall:
         self._read.put_nowait(self._lost or error or StopAsyncIteration())
 
 
+class LocalAnswer:
+    """Of one replica to a broadcast."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    async def get_async(self) -> Any:
+        answer = await self._answer if inspect.isawaitable(self._answer) else self._answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
 class LocalBroadcast:
     def __init__(self, answers: list[Any]) -> None:
         self._answers = answers
 
-    async def results_async(self, **_: Any) -> list[Any]:
-        return [await answer if inspect.isawaitable(answer) else answer for answer in self._answers]
+    async def _fetch_replica_results_async(self) -> list[LocalAnswer]:
+        return [LocalAnswer(answer) for answer in self._answers]
 
 
 class _LoadAdapter:
@@ -77,7 +90,8 @@ class _LoadAdapter:
 class LocalHandle:
     """As much of a DeploymentHandle as `ServeEngineClient` uses, around replicas that are called in turn.
 
-    calls: all that have been made. broadcasts: the same of those to every replica.
+    calls: all that have been made. broadcasts: the same of those to every replica. avoided: replicas by name, which get
+    no call.
     """
 
     def __init__(self, replicas: Sequence[EngineReplica]) -> None:
@@ -86,6 +100,8 @@ class LocalHandle:
         self.load_adapter = _LoadAdapter(self)
         self.calls: list[tuple[EngineReplica, LocalCall]] = []
         self.broadcasts: list[tuple[Any, ...]] = []
+        self.avoided: Collection[str] = ()
+        self._unheard: dict[str, list[Callable[[], Any]]] = {}
         self._turns = itertools.count()
 
     def options(self, **_: Any) -> "LocalHandle":
@@ -94,7 +110,8 @@ class LocalHandle:
     def remote(self, *args: Any) -> Any:
         if not args:
             return self._limits()
-        replica = self.replicas[next(self._turns) % len(self.replicas)]
+        replicas = [replica for replica in self.replicas if replica.name not in self.avoided]
+        replica = replicas[next(self._turns) % len(replicas)]
         call = LocalCall(replica.submit(*args))
         self.calls.append((replica, call))
         return call
@@ -105,17 +122,31 @@ class LocalHandle:
             if where is replica and not call.ended:
                 call.lose()
 
+    def silence(self, replica: EngineReplica) -> None:
+        """As if its process had been stopped: broadcasts get no answer."""
+        self._unheard[replica.name] = []
+
+    def wake(self, replica: EngineReplica) -> None:
+        for call in self._unheard.pop(replica.name):
+            call()
+
     def broadcast(self, method: str, *args: Any) -> LocalBroadcast:
         self.broadcasts.append((method, *args))
-        return LocalBroadcast([_answer(replica, method, args) for replica in self.replicas])
+        return LocalBroadcast([self._answer(replica, method, args) for replica in self.replicas])
 
     async def _limits(self) -> EngineLimits:
         return self.replicas[0].limits()
 
+    def _answer(self, replica: EngineReplica, method: str, args: tuple[Any, ...]) -> Any:
+        if replica.name in self._unheard:
+            self._unheard[replica.name].append(lambda: _call(replica, method, args))
+            return asyncio.get_running_loop().create_future()
+        return _call(replica, method, args)
 
-def _answer(replica: EngineReplica, method: str, args: tuple[Any, ...]) -> Any:
+
+def _call(replica: EngineReplica, method: str, args: tuple[Any, ...]) -> Any:
     try:
-        answer = getattr(replica, method)(*args)
+        answer = replica.name if method == "name" else getattr(replica, method)(*args)
     except Exception as error:
         return error
     return True if method == "check_health" else answer

@@ -1,6 +1,7 @@
 """Names of adapters over several models and several ingress replicas."""
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from app.adapters import AdapterChange, Adapters, ServedAdapter
 from app.catalog import Catalog
+from app.ingress import ASK_AGAIN_S, keep_learning
 from app.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.errors import ApiError
 from engine.lora.request import LoRARequest
@@ -106,9 +108,73 @@ async def test_a_load_in_place_that_fails_leaves_what_was_there() -> None:
     assert [change.adapter and change.adapter.request.digest for change in told] == ["one", "two"]
 
 
-def test_news_that_are_old_are_none() -> None:
+def change(name: str, at: int, path: str | None) -> AdapterChange:
+    adapter = None if path is None else ServedAdapter(LoRARequest(name, 1, path, path[1:]), created=0)
+    return AdapterChange("a", name, adapter, at)
+
+
+def test_of_two_changes_the_later_one_counts_in_whichever_order_they_come() -> None:
+    loaded, unloaded, again = change("mine", 10, "/one"), change("mine", 20, None), change("mine", 30, "/two")
+    for order in itertools.permutations((loaded, unloaded, again)):
+        adapters = Adapters("a", Client())
+        for each in order:
+            adapters.learn(each)
+        assert [adapter.request.lora_path for adapter in adapters.all()] == ["/two"]
     adapters = Adapters("a", Client())
-    new, old = (ServedAdapter(LoRARequest("mine", 1, path, path[1:]), at) for path, at in (("/new", 20), ("/old", 10)))
-    adapters.learn("mine", new)
-    adapters.learn("mine", old)
-    assert adapters.all() == [new]
+    adapters.learn(unloaded)
+    adapters.learn(loaded)
+    assert "mine" not in adapters
+
+
+async def test_an_ingress_that_starts_in_the_second_of_a_change_knows_it_soon() -> None:
+    """It has asked before the change, and was not there yet to be told of it."""
+
+    async def tell_nobody(_: AdapterChange) -> None:
+        pass
+
+    here, late = catalog(tell_nobody, "a"), catalog(tell_nobody, "a")
+    await here.load_adapter(LoadAdapterRequest(lora_name="old", lora_path="/old"))
+    late.learn(here.adapters())
+    await here.unload_adapter(UnloadAdapterRequest(lora_name="old"))
+    await here.load_adapter(LoadAdapterRequest(lora_name="new", lora_path="/new"))
+    assert late.of("old").adapters.find("old") is not None
+
+    async def ask() -> list[AdapterChange]:
+        return here.adapters()
+
+    class Enough(Exception):
+        pass
+
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) > 2:
+            raise Enough
+
+    with pytest.raises(Enough):
+        await keep_learning(late, ask, sleep)
+    assert [name for name in ("old", "new") if name in late.of(None).adapters] == ["new"]
+    assert waited == [ASK_AGAIN_S] * 3
+
+
+async def test_what_was_unloaded_stays_so_in_an_ingress_that_loads_it_by_its_settings() -> None:
+    async def tell(_: AdapterChange) -> None:
+        pass
+
+    here, late = catalog(tell, "a"), catalog(tell, "a")
+    for each in (here, late):
+        await each.of("a").adapters.load_all({"mine": "/mine"})
+    await here.unload_adapter(UnloadAdapterRequest(lora_name="mine"))
+    late.learn(here.adapters())
+    assert "mine" not in late.of("a").adapters
+    catalog(tell, "b").learn(here.adapters())  # in an update to another model: nothing to it
+
+
+def test_names_that_mean_nothing_any_more_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.adapters.MAX_UNLOADED", 3)
+    adapters = Adapters("a", Client())
+    adapters.learn(change("kept", 1, "/kept"))
+    for at in range(2, 10):
+        adapters.learn(change(f"gone {at}", at, None))
+    assert [known.name for known in adapters.changes()] == ["kept", "gone 7", "gone 8", "gone 9"]

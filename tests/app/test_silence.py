@@ -1,0 +1,176 @@
+"""Replicas that are there and say nothing: what asks them, who loses by it, and what hangs for them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.engine_client import Submission
+from app.failover import FailoverClient
+from app.pool import Pool
+from app.replica import EngineReplica
+from app.serve_client import ServeEngineClient
+from app.silence import watch
+from engine.engine import Engine
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+from engine.step_loop import StepLoop
+from tests.app.harness import until
+from tests.app.local_handle import LocalHandle
+from tests.app.test_failover import tokens
+from tests.app.test_lifecycle import Gate
+from tests.scripted import ScriptedRunner
+
+NUM_TOKENS = 60
+
+
+class Silent:
+    """Two replicas of which each can be made to stand still and say nothing, as a process that is stopped."""
+
+    def __init__(self) -> None:
+        self.gates = [Gate(0.002), Gate(0.002)]
+        engines = [Engine(ScriptedRunner([5, 6, 7], before_step=gate)) for gate in self.gates]
+        self.replicas = [
+            EngineReplica(lambda on_output, e=engine: StepLoop(e, on_output), name=f"replica {i}")
+            for i, engine in enumerate(engines)
+        ]
+        self.handle = LocalHandle(self.replicas)
+        self.pool = Pool()
+        self.pool.update([replica.name for replica in self.replicas])
+        self.transport = ServeEngineClient(self.handle)
+        self.client = FailoverClient(self.transport, max_tries=3)
+
+    def stop(self, index: int) -> None:
+        self.gates[index].open.clear()
+        self.handle.silence(self.replicas[index])
+
+    def go_on(self, index: int) -> None:
+        self.gates[index].open.set()
+        self.handle.wake(self.replicas[index])
+
+    def ask(self, count: int) -> list["asyncio.Task[Any]"]:
+        params = SamplingParams(max_tokens=NUM_TOKENS)
+        streams = [self.client.submit(Submission(f"r{i}", [1, 2], params)) for i in range(count)]
+        return [asyncio.ensure_future(tokens(stream)) for stream in streams]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SILENCE_S", "ANSWER_S"):
+        monkeypatch.setattr(f"app.silence.{name}", 0.1)
+    monkeypatch.setattr("app.serve_client.SILENCE_S", 0.1)
+    monkeypatch.setattr("app.silence.LOOK_S", 0.02)
+
+
+@asynccontextmanager
+async def two_replicas() -> AsyncIterator[Silent]:
+    it = Silent()
+
+    def lose(names: frozenset[str]) -> None:
+        it.handle.avoided = names  # as the router does
+        it.transport.lose(names)
+
+    watching = asyncio.ensure_future(watch(it.handle, it.pool, it.transport.waits_s, lose))
+    try:
+        yield it
+    finally:
+        watching.cancel()
+        for gate, replica in zip(it.gates, it.replicas, strict=True):
+            gate.open.set()
+            replica.close()
+
+
+def names(it: Silent) -> list[str]:
+    return [call[0] for call in it.handle.broadcasts]
+
+
+async def test_streams_of_a_replica_that_says_nothing_go_on_at_one_that_does() -> None:
+    async with two_replicas() as it:
+        asked = it.ask(6)
+        await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
+        it.stop(0)
+        answers = await asyncio.gather(*asked)
+        assert [(len(ids), reason) for ids, reason in answers] == [(NUM_TOKENS, FinishReason.LENGTH)] * 6
+        assert it.pool.silent == {"replica 0"}
+        assert it.client.counts.resubmitted == 3
+        assert it.client.counts.given_up == 0
+        # When it goes on, nobody wants what it still has.
+        made = it.replicas[0].stats().generation_tokens
+        it.go_on(0)
+        await until(lambda: it.pool.silent == frozenset(), 5)
+        await until(lambda: it.replicas[0].stats().num_running == 0, 5)
+        assert it.replicas[0].stats().generation_tokens <= made + 2 * 3, "what the step in flight made"
+
+
+async def test_one_that_is_busy_for_long_keeps_its_requests() -> None:
+    async with two_replicas() as it:
+        asked = it.ask(2)
+        await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
+        it.gates[0].open.clear()  # a long step: its event loop answers
+        await until(lambda: names(it).count("name") >= 3, 5)
+        it.gates[0].open.set()
+        assert [len(ids) for ids, _ in await asyncio.gather(*asked)] == [NUM_TOKENS] * 2
+        assert it.client.counts.resubmitted == 0
+
+
+async def test_where_nobody_answers_nothing_is_given_up() -> None:
+    async with two_replicas() as it:
+        asked = it.ask(2)
+        await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
+        it.stop(0)
+        it.stop(1)
+        await until(lambda: names(it).count("name") >= 3, 5)
+        assert it.pool.silent == frozenset()
+        it.go_on(0)
+        it.go_on(1)
+        assert [len(ids) for ids, _ in await asyncio.gather(*asked)] == [NUM_TOKENS] * 2
+
+
+async def test_a_pause_that_ends_in_time_moves_nothing() -> None:
+    async with two_replicas() as it:
+        asked = it.ask(2)
+        await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
+        it.stop(0)
+        await until(lambda: names(it).count("name") == 1, 5)
+        it.go_on(0)
+        assert [len(ids) for ids, _ in await asyncio.gather(*asked)] == [NUM_TOKENS] * 2
+        assert it.client.counts.resubmitted == 0
+
+
+async def test_nobody_is_asked_while_tokens_come() -> None:
+    async with two_replicas() as it:
+        await asyncio.gather(*it.ask(4))
+        assert names(it) == []
+
+
+async def test_statistics_and_health_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.broadcast.ask_all.__kwdefaults__", {"timeout_s": 0.1})
+    async with two_replicas() as it:
+        it.stop(0)
+        assert len(await it.client.stats()) == 1
+        await asyncio.wait_for(it.client.check_health(), 1)  # at the first good answer: after no time-out
+
+
+@pytest.fixture
+def ranked() -> Any:
+    from app.router import AffinityRouter
+
+    router = AffinityRouter.__new__(AffinityRouter)
+    router._pool = Pool()
+    router._affinity = SimpleNamespace(rank=lambda *_: (["a", "b", "c"], {}))
+    router._busy = lambda _: None
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "abc"]
+    return lambda: [replica.replica_id.unique_id for replica in router._ranked(replicas, None)], router._pool
+
+
+def test_a_silent_replica_is_the_last_choice(ranked: Any) -> None:
+    rank, pool = ranked
+    pool.update("abc")
+    assert rank() == ["a", "b", "c"]
+    pool.silent = frozenset("a")
+    assert rank() == ["b", "c", "a"]
+    pool.update("bc")
+    assert pool.silent == frozenset(), "one that is gone is forgotten"
