@@ -1,6 +1,8 @@
-"""Small tensors among ranks of one host, through shared memory: each rank writes a ring that all others read.
+"""Tensors among ranks of one host, through shared memory.
 
-A connection, such as gloo's, hands each message to a thread at either end; here only the rank that waits is woken.
+A connection, such as gloo's, hands each message to a thread at either end; here only the rank that waits is woken. Sums
+have memory of their own, which C++ writes and reads; all else, and sums where nothing could compile it, goes through
+rings: each rank writes one that all others read.
 """
 
 import contextlib
@@ -13,42 +15,64 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from engine.channel import ChannelClosedError
+from engine.host_memory import HostMemory
 from engine.shm_ring import SLOT_BYTES, SLOTS, Ring, RingReader, RingWriter
+from kernels import cpu_ops
+from kernels.shared_sum import SharedSum, memory_size
 
 MAX_BYTES = SLOTS // 4 * SLOT_BYTES
-"""Of a tensor. A rank may be one exchange ahead of another, so at most two of them are in a ring before it reads."""
+"""Of a tensor in a ring. A rank may be one exchange ahead of another, so two of them at most wait in it to be read."""
 
 
 class HostExchange:
     """This rank's end: a writer to all others, and a reader of each. Calls must come in the same order on all ranks."""
 
-    def __init__(self, ring: Ring, rings: dict[int, Ring], rank: int) -> None:
+    def __init__(self, ring: Ring, rings: dict[int, Ring], rank: int, sums: HostMemory | None) -> None:
         self._ring = ring
         self._writer = RingWriter(ring)
         self._readers = {other: RingReader(theirs, rank - (rank > other)) for other, theirs in rings.items()}
         self._rings = list(rings.values())
         self._rank = rank
         self._ends = select.poll()
+        self._sums = sums
+        self._sum = None if sums is None else SharedSum(sums.mapped, rank, 1 + len(rings))
 
     @classmethod
     def meet(cls, store: Store, rank: int, size: int) -> Self | None:
         """None where this rank cannot reach all others, which may have met it all the same."""
         ring = Ring.create(size - 1)
+        sums = HostMemory.create(memory_size(size)) if rank == 0 and cpu_ops.load() else None
         # A process number means something in its own namespace alone.
         space = f"{_read('/proc/sys/kernel/random/boot_id')} {os.readlink('/proc/self/ns/pid')}"
-        store.set(f"exchange {rank}", f"{space}\n{ring.address}")
+        adds = cpu_ops.load() if sums is None else sums.address
+        store.set(f"exchange {rank}", f"{space}\n{ring.address}\n{adds or ''}")
         met = [store.get(f"exchange {other}").decode().split("\n") for other in range(size)]
-        if any(their_space != space for their_space, _ in met):
-            ring.close()
-            return None
+        spaces, addresses, adders = zip(*met, strict=True)
         with contextlib.suppress(OSError):
-            exchange = cls(ring, {i: Ring.open(address) for i, (_, address) in enumerate(met) if i != rank}, rank)
-            for i, (_, address) in enumerate(met):
-                if i != rank:
-                    exchange._ends.register(os.pidfd_open(int(address.split(":")[0])), select.POLLIN)
-            return exchange
+            if set(spaces) == {space}:
+                if not all(adders):
+                    sums = None
+                elif rank > 0:
+                    sums = HostMemory.open(adders[0], memory_size(size))
+                rings = {i: Ring.open(address) for i, address in enumerate(addresses) if i != rank}
+                exchange = cls(ring, rings, rank, sums)
+                for i, address in enumerate(addresses):
+                    if i != rank:
+                        exchange._ends.register(os.pidfd_open(int(address.split(":")[0])), select.POLLIN)
+                return exchange
         ring.close()
+        if sums is not None:
+            sums.close()
         return None
+
+    def adds(self, x: Tensor) -> bool:
+        """Whether `all_reduce` takes it; the same on all ranks."""
+        return self._sum is not None and x.dtype is torch.float32
+
+    def all_reduce(self, x: Tensor, timeout_s: float) -> Tensor:
+        """The sum of all ranks' x, which is overwritten. x: contiguous. Raises as `SharedSum` does."""
+        assert self._sum is not None
+        return self._sum(x, timeout_s, self._raise_if_gone)
 
     def send(self, x: Tensor, timeout_s: float) -> None:
         """x: contiguous, of MAX_BYTES at most. Raises as `engine.channel.Sender.send` does."""
@@ -70,10 +94,14 @@ class HostExchange:
     def give_up(self) -> None:
         """What others have sent and this rank has not waited for is of no use to anybody: they are to know."""
         self._ring.give_up()
+        if self._sum is not None:
+            self._sum.give_up()
 
     def close(self) -> None:
         """Let nobody else in; idempotent."""
         self._ring.close()
+        if self._sums is not None:
+            self._sums.close()
 
     def _raise_if_gone(self) -> None:
         self._raise_if_given_up()

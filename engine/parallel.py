@@ -4,7 +4,7 @@ A group is an object of its own, made from a store at which its ranks meet; noth
 host know nothing of each other. On a GPU it is NCCL. On a CPU it is gloo, with sums of our own: every rank gets all of
 the others' numbers and adds them in the order of ranks. So all have the same bits, whatever else is in the batch (a
 ring begins elsewhere in each part of a tensor), and a decode step waits for one exchange instead of a ring's rounds.
-Ranks on one host exchange what is small through shared memory.
+Ranks on one host add through shared memory, and exchange what is small there.
 """
 
 import socket
@@ -18,15 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from engine.channel import ChannelClosedError, ChannelTimeoutError
+from engine.channel import ChannelClosedError
 from engine.errors import EngineDeadError
 from engine.host_exchange import MAX_BYTES, HostExchange
+from kernels.shared_sum import reference as add_in_order
 
 START_TIMEOUT_S = 600.0
 """For what ranks do once, when some have loaded their weights long before others."""
 
 _SMALL = 1 << 15
-"""Elements from which a ring is faster than an exchange; with two ranks its sums are the same."""
+"""Elements from which gloo's ring is faster than an exchange; with two ranks its sums are the same."""
 
 
 class RankLostError(EngineDeadError):
@@ -92,15 +93,19 @@ class ParallelGroup:
         group.local_size = hosts.count(hosts[rank])
         if device.type == "cpu" and size > 1:
             group._exchange = HostExchange.meet(store, rank, size)
-            if not group.min(group._exchange is not None):
+            if not group.min(group._exchange is not None) and group._exchange is not None:
+                group._exchange.close()
                 group._exchange = None
         return group
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, of any one shape; x may be overwritten."""
         x = x.contiguous()
+        if (exchange := self._exchange) is not None and exchange.adds(x):
+            total: Tensor = self._wait("all_reduce", lambda: exchange.all_reduce(x, self.timeout_s))
+            return total
         if self._on_cpu and (self.size > 2 or x.numel() < _SMALL):
-            return _sum(self._all_gather(x))
+            return add_in_order(self._all_gather(x))
         self._wait("all_reduce", lambda: self._backend.allreduce([x]).wait())
         return x
 
@@ -164,7 +169,7 @@ class ParallelGroup:
         """On a GPU the stream waits, not the host."""
         try:
             return exchange()
-        except (RuntimeError, ChannelTimeoutError, ChannelClosedError) as error:
+        except (RuntimeError, TimeoutError, ChannelClosedError) as error:
             if self._exchange is not None:
                 self._exchange.give_up()
             self.close()  # what comes late would be taken for the answer to something else
@@ -177,14 +182,6 @@ class ParallelGroup:
 class _Closed:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the group is closed")
-
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    """In the order of ranks; the first is overwritten."""
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def _options(kind: type[Any], **values: Any) -> Any:

@@ -2,13 +2,11 @@
 
 The writer numbers its messages; each reader acknowledges what it has taken, and a message's place is used again once
 all have. Who waits sleeps on a futex (Franke, Russell and Kirkwood, 2002): to look again and again for a while before
-that takes the core that the other side needs. The memory is a file without a name: when the last process that holds it
-ends, however it ends, nothing is left behind.
+that takes the core that the other side needs.
 """
 
 import ctypes
 import mmap
-import os
 import platform
 import struct
 import time
@@ -19,6 +17,7 @@ from typing import Self
 import numpy as np
 
 from engine.channel import ChannelTimeoutError, keep_waiting
+from engine.host_memory import HostMemory
 
 SLOTS = 16
 SLOT_BYTES = 64 << 10
@@ -69,36 +68,28 @@ class Ring:
     for as long as the maker lives and has not closed it.
     """
 
-    def __init__(self, descriptor: int, num_readers: int) -> None:
+    def __init__(self, memory: HostMemory, num_readers: int) -> None:
         self.num_readers = num_readers
-        self._memory = mmap.mmap(descriptor, _size(num_readers))
+        self._shared = memory
+        self._memory = memory.mapped
         self.sent = _Counter(self._memory, 0)
         self._given_up = np.frombuffer(self._memory, dtype=np.uint32, count=1, offset=4)
         self.taken = [_Counter(self._memory, (1 + i) * _LINE) for i in range(num_readers)]
         self._slots = (1 + num_readers) * _LINE
-        self._descriptor = -1
 
     @classmethod
     def create(cls, num_readers: int) -> Self:
-        descriptor = os.memfd_create("nanoserve-ring")
-        os.ftruncate(descriptor, _size(num_readers))
-        ring = cls(descriptor, num_readers)
-        ring._descriptor = descriptor
-        return ring
+        return cls(HostMemory.create(_size(num_readers)), num_readers)
 
     @classmethod
     def open(cls, address: str) -> Self:
         """Raises `OSError` if its maker is gone or runs on another machine."""
-        pid, descriptor, num_readers = map(int, address.split(":"))
-        file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-        try:
-            return cls(file, num_readers)
-        finally:
-            os.close(file)
+        memory, _, num_readers = address.rpartition(":")
+        return cls(HostMemory.open(memory, _size(int(num_readers))), int(num_readers))
 
     @property
     def address(self) -> str:
-        return f"{os.getpid()}:{self._descriptor}:{self.num_readers}"
+        return f"{self._shared.address}:{self.num_readers}"
 
     def give_up(self) -> None:
         """By the writer: readers are to make nothing of what is in it."""
@@ -110,9 +101,7 @@ class Ring:
 
     def close(self) -> None:
         """Let nobody else open it; idempotent. Who holds the memory keeps it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._shared.close()
 
     def fill(self, number: int, part: memoryview, last: bool) -> None:
         at = self._at(number)

@@ -155,6 +155,11 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[int], t
     _ops.add_lora.default(y, x, a, b, parts, tokens, tiles)
 
 
+def shared_sum(x: Tensor, memory: Tensor, rank: int, size: int, number: int, wait_s: float) -> int:
+    late: int = _ops.shared_sum.default(x, memory, rank, size, number, wait_s)
+    return late
+
+
 def pack_rows(source: Tensor, panels: Tensor, first: int) -> None:
     _ops.pack_rows.default(source, panels, first)
 

@@ -11,20 +11,29 @@ import torch
 import torch.distributed as dist
 
 from engine.parallel import ParallelGroup
+from kernels import cpu_ops
 
 _TIMEOUT_S = 120
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    compiled: bool = True,
+    killed: int | None = None,
+) -> list[Any]:
     """The results of function(group, *args) by rank, all of which pickle takes. timeout_s: of the group's collectives.
 
+    compiled: whether there are C++ kernels. killed: the rank that comes to no result.
     Raises `AssertionError` with the traceback of the first rank that fails.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["engine.runner_setup"])
     pipes = [context.Pipe() for _ in range(size)]
     processes = [
-        context.Process(target=_run, args=(rank, size, child, timeout_s, function, args), daemon=True)
+        context.Process(target=_run, args=(rank, size, child, timeout_s, compiled, function, args), daemon=True)
         for rank, (_, child) in enumerate(pipes)
     ]
     for process in processes:
@@ -35,7 +44,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: fl
         port = _received(pipes[0][0])
         for parent, _ in pipes[1:]:
             parent.send(port)
-        return [_received(parent) for parent, _ in pipes]
+        return [_received(parent) for rank, (parent, _) in enumerate(pipes) if rank != killed]
     finally:
         for process in processes:
             process.join(5)
@@ -54,9 +63,17 @@ def _send(pipe: Connection, ok: bool, value: Any) -> None:
 
 
 def _run(
-    rank: int, size: int, pipe: Connection, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    pipe: Connection,
+    timeout_s: float,
+    compiled: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    if not compiled:
+        cpu_ops.load = lambda: False  # type: ignore[assignment]
     try:
         if rank == 0:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -10,6 +10,7 @@
 #include "linear_ops.h"
 #include "lora_ops.h"
 #include "packing_ops.h"
+#include "shared_sum.h"
 
 namespace {
 
@@ -136,6 +137,7 @@ TORCH_LIBRARY(nanoserve, m) {
   m.def(
       "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, bool gated, Tensor? bias) -> "
       "Tensor");
+  m.def("shared_sum(Tensor(a!) x, Tensor(b!) memory, int rank, int size, int number, float wait) -> int");
   m.def("pack_rows(Tensor source, Tensor(a!) panels, int first) -> ()");
   m.def(
       "code_rows(Tensor source, Tensor(a!) data, Tensor(b!) scale, Tensor(c!)? offset, int first, int step, int start, "
@@ -161,6 +163,7 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("coded_linear", &coded_linear);
   m.impl("coded_rows", &coded_rows);
   m.impl("add_lora", &add_lora);
+  m.impl("shared_sum", &shared_sum);
   m.impl("pack_rows", &pack_rows);
   m.impl("code_rows", &code_rows);
   m.impl("argmax", &argmax);

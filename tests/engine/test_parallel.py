@@ -1,5 +1,7 @@
-"""What ranks tell each other over gloo, and what they say when one is lost."""
+"""What ranks tell each other, and what they say when one is lost."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from engine.parallel import ParallelGroup, RankLostError
 from tests.ranks import run_ranks
 
-SIZES = (100, 50_000)
+SIZES = (100, 200_000)
 """Elements of a decode step's and of a prompt's tensors."""
 
 
@@ -19,7 +21,7 @@ def shares(size: int, count: int) -> list[torch.Tensor]:
 def collectives(group: ParallelGroup) -> dict[str, object]:
     rank, size = group.rank, group.size
     if rank == 1:
-        time.sleep(1.5)  # loads longer than a step may take
+        time.sleep(1.2)  # loads longer than a step may take
     smallest = group.min(10 - rank)
     sums = []
     for count in SIZES:
@@ -27,17 +29,30 @@ def collectives(group: ParallelGroup) -> dict[str, object]:
         sums.append(group.all_reduce(x.view(4, -1).clone()))
         # A column of a matrix is no piece of memory of its own.
         sums.append(group.all_reduce(x.view(-1, 4)[:, 1:]))
+    compiled = group._exchange is not None and group._exchange.adds(x)
     logits = group.gather(torch.full((2, 3), float(rank)), width=3 * size - 1)
     chosen = group.broadcast(torch.tensor([7 + rank, 8]))
     group.close()
     group.close()
-    return {"local": group.local_size, "min": smallest, "sums": sums, "logits": logits, "chosen": chosen}
+    return {
+        "local": group.local_size,
+        "compiled": compiled,
+        "min": smallest,
+        "sums": sums,
+        "logits": logits,
+        "chosen": chosen,
+    }
 
 
+COMPILED = pytest.mark.parametrize("compiled", [True, False], ids=["C++", "no compiler"])
+
+
+@COMPILED
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_collectives(size: int) -> None:
-    results = run_ranks(size, collectives, timeout_s=1.0)
+def test_collectives(size: int, compiled: bool) -> None:
+    results = run_ranks(size, collectives, timeout_s=1.0, compiled=compiled)
     for result in results:
+        assert result["compiled"] == (compiled and size > 1)
         assert result["local"] == size
         assert result["min"] == 10 - (size - 1)
         assert result["chosen"].tolist() == [7, 8]
@@ -58,7 +73,7 @@ def losses(group: ParallelGroup, how: str) -> list[str]:
         if how == "gone":
             group.close()
             return []
-        time.sleep(3)
+        time.sleep(2)
     messages = []
     for _ in range(2):  # what comes late is no answer
         start = time.perf_counter()
@@ -69,9 +84,46 @@ def losses(group: ParallelGroup, how: str) -> list[str]:
     return messages
 
 
+@COMPILED
 @pytest.mark.parametrize("how", ["gone", "late"])
-def test_a_rank_that_is_lost_is_an_error_in_the_others(how: str) -> None:
-    for rank, messages in enumerate(run_ranks(2, losses, how, timeout_s=1.0)):
+def test_a_rank_that_is_lost_is_an_error_in_the_others(how: str, compiled: bool) -> None:
+    for rank, messages in enumerate(run_ranks(2, losses, how, timeout_s=1.0, compiled=compiled)):
         for message in messages:
             assert f"rank {rank} of 2" in message
             assert "1 s" in message
+
+
+def killed(group: ParallelGroup) -> str:
+    group.all_reduce(torch.ones(10))
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLostError) as raised:
+        group.all_reduce(torch.ones(10))
+    return str(raised.value.__cause__)
+
+
+@COMPILED
+def test_a_rank_that_is_killed_is_seen_before_the_time_is_over(compiled: bool) -> None:
+    causes = run_ranks(3, killed, timeout_s=60.0, compiled=compiled, killed=1)
+    assert any("process of another rank has ended" in cause for cause in causes)
+
+
+def stopped(group: ParallelGroup) -> str:
+    """Rank 1 is stopped, and goes on when rank 0 has given it up."""
+    pid = int(group.all_reduce(torch.tensor([float(os.getpid() * group.rank)])))
+    if group.rank == 1:
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        time.sleep(0.2)
+    with pytest.raises(RankLostError) as raised:
+        group.all_reduce(torch.ones(10))
+    if group.rank == 0:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(1)  # still there when the other one looks
+    return str(raised.value)
+
+
+@COMPILED
+def test_a_rank_that_is_stopped_is_given_up_when_the_time_is_over(compiled: bool) -> None:
+    messages = run_ranks(2, stopped, timeout_s=1.0, compiled=compiled)
+    assert all("did not answer in 1 s" in message for message in messages)
