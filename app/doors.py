@@ -1,8 +1,8 @@
 """Who may come in: API keys, requests of one key at once, and pages of other origins."""
 
 import hmac
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,40 +22,56 @@ OPEN_PATHS = frozenset({"/health"})
 BUSY_RETRY_AFTER_S = 1
 
 
-@dataclass(frozen=True, slots=True)
 class Doors:
     """keys: none lets everybody in. allow_origins: none keeps the pages of all others out."""
 
-    keys: Sequence[str] = field(default=(), repr=False)
-    max_requests_per_key: int = 256
-    allow_origins: Sequence[str] = ()
+    def __init__(
+        self, keys: Sequence[str] = (), max_requests_per_key: int = 256, allow_origins: Sequence[str] = ()
+    ) -> None:
+        self.keys = KeyRing(keys, max_requests_per_key)
+        self._allow_origins = list(allow_origins)
 
     def middleware(self) -> list[Middleware]:
         """Outermost first: an answer that refuses a page's request must be readable by that page."""
         layers = []
-        if self.allow_origins:
+        if self._allow_origins:
             layers.append(
                 Middleware(
                     CORSMiddleware,
-                    allow_origins=list(self.allow_origins),
+                    allow_origins=self._allow_origins,
                     allow_methods=["GET", "POST"],
                     allow_headers=["*"],
                     expose_headers=["Retry-After"],
                 )
             )
-        if self.keys:
-            layers.append(Middleware(KeyCheck, keys=self.keys, max_requests=self.max_requests_per_key))
+        if self.keys.any:
+            layers.append(Middleware(KeyCheck, keys=self.keys))
         return [*layers, Middleware(CallerContext)]
 
 
-class KeyCheck:
-    """Lets requests with a key through, so many of each at once. Keeps only digests of the keys."""
+class KeyRing:
+    """The keys, of which it keeps only digests, and how many requests of one there may be at once."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_requests: int) -> None:
+    def __init__(self, keys: Sequence[str], max_requests: int) -> None:
+        self.change(keys, max_requests)
+
+    def change(self, keys: Sequence[str], max_requests: int) -> None:
+        """Also while requests run, which end as they would have."""
+        self.digests = [sha256(key.encode()).digest() for key in keys]
+        self.max_requests = max_requests
+
+    @property
+    def any(self) -> bool:
+        return bool(self.digests)
+
+
+class KeyCheck:
+    """Lets requests with a key through, so many of each at once."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
-        self._digests = [sha256(key.encode()).digest() for key in keys]
-        self._running = [0] * len(keys)
-        self._max_requests = max_requests
+        self._keys = keys
+        self._running: Counter[bytes] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -66,19 +82,21 @@ class KeyCheck:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        scope[TENANT] = self._digests[key].hex()[:16]
+        scope[TENANT] = key.hex()[:16]
         self._running[key] += 1
         try:
             await self._app(scope, receive, send)
         finally:
             self._running[key] -= 1
+            if not self._running[key]:
+                del self._running[key]
 
-    def _key(self, authorization: str | None) -> int:
-        """Which key it is. Raises `ApiError` 401 or 429."""
+    def _key(self, authorization: str | None) -> bytes:
+        """The digest of the key. Raises `ApiError` 401 or 429."""
         scheme, _, given = (authorization or "").partition(" ")
         digest = sha256(given.strip().encode()).digest()
         # Digests, and all of them: the time taken says nothing of how much of a key was right, or which one.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        matches = [hmac.compare_digest(digest, known) for known in self._keys.digests]
         if scheme.lower() != "bearer" or True not in matches:
             message = (
                 "This server needs an API key: send it as 'Authorization: Bearer KEY'."
@@ -86,15 +104,15 @@ class KeyCheck:
                 else "The API key is not one of this server's."
             )
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        key = matches.index(True)
-        if self._running[key] >= self._max_requests:
+        if self._running[digest] >= self._keys.max_requests:
+            most = self._keys.max_requests
             raise ApiError(
                 429,
-                f"This API key has {self._max_requests} requests running, which is as many as it may: wait for one.",
+                f"This API key has {most} requests running, which is as many as it may: wait for one.",
                 code="too_many_requests",
                 headers={"Retry-After": str(BUSY_RETRY_AFTER_S)},
             )
-        return key
+        return digest
 
 
 def read_keys(keys: Sequence[str], file: str | None) -> list[str]:

@@ -2,13 +2,12 @@
 
 import asyncio
 import gc
+import logging
 import math
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from ray import serve
 from starlette.applications import Starlette
 
 from app.adapters import AdapterChange, Adapters
@@ -21,17 +20,21 @@ from app.door_reports import INTERVAL_S, report_queue
 from app.doors import Doors, read_keys
 from app.engine_client import EngineClient, EngineLimits
 from app.failover import FailoverClient
+from app.peers import Peers, keep_learning
 from app.pool import Pool, pool_of
 from app.routes import create_app
 from app.scrape import ModelStats
 from app.serve_client import ServeEngineClient
 from app.service import Service
-from app.settings import AppSettings
+from app.settings import AppSettings, with_live
 from app.signals import DoorReport
 from app.silence import watch
+from engine.errors import ConfigError
 from engine.generation_config import default_sampling
 from engine.hub import resolve_model
 from engine.tokenizer import load_tokenizer
+
+logger = logging.getLogger("ray.serve")
 
 OVERCOMMIT = 1.25
 """Requests sent to the engine over those it runs at once: enough that one that ends is followed at once, and few
@@ -39,14 +42,6 @@ enough that the rest can still go to a replica that starts now."""
 
 SPARE = 0.25
 """Of the requests that the engine runs at once: what it is sent beyond those, of tenants that have less than others."""
-
-
-_TRIES, _PAUSE_S = 5, 0.2
-"""A handle that was made just now may not have heard yet which replicas there are."""
-
-ASK_AGAIN_S = 10.0
-"""Until an ingress knows of every adapter's change: who was not told, as it was just starting or did not answer, asks
-so often."""
 
 
 async def create_service(settings: AppSettings, client: EngineClient, pool: Pool) -> Service:
@@ -93,46 +88,18 @@ def doors(settings: AppSettings) -> Doors:
     )
 
 
-class Peers:
-    """All replicas of the ingress deployment, this one among them."""
-
-    def __init__(self) -> None:
-        here = serve.get_replica_context()
-        self._handle = serve.get_deployment_handle(here.deployment, here.app_name)
-
-    async def stats(self) -> list[ModelStats]:
-        """Of those that answer."""
-        try:
-            answers = await ask_all(self._handle, "stats")
-        except Exception:
-            return []
-        return [answer for answer in answers if isinstance(answer, dict)]
-
-    async def tell(self, change: AdapterChange) -> None:
-        """Of an adapter that was loaded or unloaded here."""
-        with suppress(Exception):  # none is there yet that could be told
-            await ask_all(self._handle, "change_adapters", [change])
-
-    async def adapters(self) -> list[AdapterChange]:
-        """What the others know that were loaded and unloaded; none if nobody answers, as when all begin."""
-        for _ in range(_TRIES):
-            with suppress(Exception):
-                answers = await ask_all(self._handle, "adapters")
-                if known := [answer for answer in answers if isinstance(answer, list)]:
-                    return [adapter for adapters in known for adapter in adapters]
-            await asyncio.sleep(_PAUSE_S)
-        return []
-
-
-async def keep_learning(
-    catalog: Catalog,
-    ask: Callable[[], Awaitable[list[AdapterChange]]],
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> None:
-    """Ask the other ingress replicas for what this one has missed of their adapters. Never returns."""
-    while True:
-        await sleep(ASK_AGAIN_S)
-        catalog.learn(await ask())
+def change_live(settings: AppSettings, changes: Mapping[str, Any], services: Sequence[Service], doors: Doors) -> None:
+    """Go by `changes` of the settings, and by the keys that are in their file now. Raises `ConfigError`, and then
+    nothing has changed."""
+    live = with_live(settings, changes)
+    keys = read_keys([key.get_secret_value() for key in live.api_keys], live.api_keys_file)
+    if bool(keys) is not doors.keys.any:
+        raise ConfigError("user_config: with keys or without is decided at the start")
+    doors.keys.change(keys, live.max_requests_per_key)
+    for each, service in zip(live.each, services, strict=True):
+        service.admission.max_waiting = each.max_queue_size
+        if isinstance(service.client, FailoverClient):
+            service.client.max_tries = each.max_resubmissions
 
 
 class IngressDeployment:
@@ -142,18 +109,34 @@ class IngressDeployment:
         """engines: handles, one for each of `settings.each`."""
         self._settings = settings
         self._engines = engines
+        self._runs = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         settings = self._settings
         services = await asyncio.gather(*map(self._serve, settings.each, self._engines))
+        self._services, self._doors = services, doors(settings)
         peers = Peers()
         self._catalog = Catalog(services, peers.stats, peers.tell)
         if any(each.allow_runtime_lora_updating for each in settings.each):
             self._catalog.learn(await peers.adapters())
             self._tasks.append(asyncio.create_task(keep_learning(self._catalog, peers.adapters)))
         gc.freeze()  # what has been loaded stays: looking through it again and again would hold up every stream
-        return create_app(self._catalog, settings.stream_commit_s, doors(settings))
+        return create_app(self._catalog, settings.stream_commit_s, self._doors)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve when the deployment's `user_config` has changed, and at the start if there is one.
+
+        A wrong one is refused at the start (`ConfigError`); later it is logged and changes nothing: Serve would end the
+        replica, with all its streams.
+        """
+        try:
+            change_live(self._settings, user_config, self._services, self._doors)
+        except ConfigError as error:
+            if not self._runs:
+                raise
+            logger.error("The settings stay as they were: %s", error)
+        self._runs = True
 
     async def stats(self) -> ModelStats:
         """For the other ingresses."""

@@ -49,6 +49,9 @@ _OF_THE_DOOR = {
 }  # fmt: skip
 """Settings that are the same for all models."""
 
+LIVE = ("api_keys_file", "max_queue_size", "max_requests_per_key", "max_resubmissions")
+"""Settings that can change under a running application: in the `user_config` of the deployment `ingress`."""
+
 _PATHS = ("api_keys_file", "chat_template")
 """Settings that name a file: made absolute, since the replicas may run in another folder."""
 
@@ -156,6 +159,19 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     settings = _checked(given | {"models": models}, _shown(from_environment))
     _check_names(settings)
     return settings
+
+
+def with_live(settings: AppSettings, changes: Mapping[str, Any]) -> AppSettings:
+    """Those settings with `changes` in their place, for each model. Raises `ConfigError`."""
+    if wrong := sorted(set(changes) - set(LIVE)):
+        raise ConfigError(f"user_config: {', '.join(wrong)} cannot change while it runs; {', '.join(LIVE)} can")
+
+    def changed(one: AppSettings, changes: Mapping[str, Any]) -> AppSettings:
+        return _checked({name: getattr(one, name) for name in one.model_fields_set} | dict(changes), str)
+
+    of_a_model = {name: value for name, value in changes.items() if name not in _OF_THE_DOOR}
+    models = tuple(changed(model, of_a_model) for model in settings.models)
+    return changed(settings, {**changes, "models": models})
 
 
 def _check_names(settings: AppSettings) -> None:

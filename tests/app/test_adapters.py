@@ -9,9 +9,9 @@ import pytest
 
 from app.adapters import AdapterChange, Adapters, ServedAdapter
 from app.catalog import Catalog
-from app.ingress import ASK_AGAIN_S, keep_learning
 from app.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.errors import ApiError
+from app.peers import ASK_AGAIN_S, keep_learning
 from engine.lora.request import LoRARequest
 
 

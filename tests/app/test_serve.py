@@ -13,6 +13,8 @@ import pytest
 import ray
 from openai import APIStatusError, OpenAI
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 import app
 from tests.app.harness import parse_events
@@ -141,6 +143,21 @@ def test_overload_is_429_and_all_that_was_taken_is_served(http: httpx.Client) ->
     wait(lambda: is_idle(http))
 
 
+def test_an_id_that_comes_twice_at_once_disturbs_nobody(http: httpx.Client) -> None:
+    """A client chooses `x-request-id`; ours are our own."""
+    names = ["same", "same", "same~1", "a" * 5000, "\u00e9".encode("latin-1"), "%0d%0aset-cookie: a=b"]
+
+    def ask(name: Any) -> httpx.Response:
+        headers: Any = {"x-request-id": name, "x-session-id": name}
+        return httpx.post(f"{URL}/v1/completions", json=LONG | {"max_tokens": 100}, headers=headers, timeout=60)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(ask, names))
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [100] * len(names)
+    assert len({answer.json()["id"] for answer in answers}) == len(names)
+    assert not any("set-cookie" in answer.headers for answer in answers)
+
+
 def test_a_replica_that_is_killed_is_a_pause_in_its_streams(http: httpx.Client) -> None:
     assert_goes_on(http, lambda replica: ray.kill(replica, no_restart=True))
 
@@ -152,6 +169,17 @@ def test_an_engine_whose_step_thread_dies_is_replaced_and_its_streams_go_on(http
         engine.step = lambda: 1 / 0
 
     assert_goes_on(http, lambda replica: ray.get(replica.__ray_call__.remote(break_engine)))
+
+
+def test_an_engine_that_stands_still_is_replaced_and_its_streams_go_on(http: httpx.Client) -> None:
+    def stop_steps(actor: Any) -> None:
+        import app.replica
+
+        app.replica.MAX_STALL_S = 0.5
+        deployment = actor._replica_impl._user_callable_wrapper._callable
+        deployment._replica._step_loop.engine.step = lambda: time.sleep(3600)
+
+    assert_goes_on(http, lambda replica: ray.get(replica.__ray_call__.remote(stop_steps)))
 
 
 def assert_goes_on(http: httpx.Client, end: Callable[[Any], None]) -> None:
@@ -214,6 +242,42 @@ def test_an_adapter_that_one_ingress_loads_is_served_by_all_and_by_one_that_star
     assert gone.status_code == 200
     statuses = {httpx.post(f"{URL}/v1/completions", json=body | {"model": "mine"}).status_code for _ in range(12)}
     assert statuses == {404}
+
+
+def test_settings_change_under_the_ingress_as_it_runs(cluster: None, model: Path, tmp_path: Path) -> None:
+    """By a file that is deployed again, as `serve deploy` does it: one stream outlives three changes of mind."""
+    keys = tmp_path / "keys"
+    keys.write_text("sk-one\n")
+    args = {"model": str(model), "num_threads": 1, "num_gpu_blocks_override": 600, "api_keys_file": str(keys)}
+
+    def deploy(user_config: dict[str, Any] | None) -> None:
+        ingress = {"name": "ingress"} | ({} if user_config is None else {"user_config": user_config})
+        application = {
+            "name": "nanoserve", "route_prefix": "/", "import_path": "app:build", "args": args, "deployments": [ingress]
+        }  # fmt: skip
+        _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]), _blocking=True)
+
+    def status(key: str) -> int:
+        return httpx.get(f"{URL}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+    serve.delete("nanoserve")
+    deploy(None)
+    wait(lambda: status("sk-one") == 200, within_s=60)
+    before, body = actors("ingress"), LONG | {"stream": True}
+    with httpx.stream(
+        "POST", f"{URL}/v1/completions", json=body, headers={"Authorization": "Bearer sk-one"}, timeout=60
+    ) as stream:
+        parts = stream.iter_bytes()
+        first = next(parts)
+        keys.write_text("sk-two\n")
+        deploy({"max_requests_per_key": 5})
+        wait(lambda: (status("sk-one"), status("sk-two")) == (401, 200))
+        deploy({"max_queue_size": "many"})
+        deploy({"max_num_seqs": 3})
+        assert status("sk-two") == 200
+        assert actors("ingress") == before
+        assert (first + b"".join(parts)).endswith(b"data: [DONE]\n\n")
+    serve.delete("nanoserve")
 
 
 def actors(deployment: str) -> list[str]:
