@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import sampler
+from kernels.gpu import filters as gpu_filters
 from kernels.gpu import sampler as gpu_sampler
 
 VOCAB = 1000
@@ -13,8 +14,9 @@ ROWS = 40
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks in a small vocabulary, the last one cut short."""
-    for name, size in (("CHUNK", 256), ("LANES", 256), ("CANDIDATES", 32)):
-        monkeypatch.setattr(gpu_sampler, name, size)
+    monkeypatch.setattr(gpu_sampler, "CHUNK", 256)
+    monkeypatch.setattr(gpu_filters, "LANES", 256)
+    monkeypatch.setattr(gpu_filters, "CANDIDATES", 32)
 
 
 class Batch:
@@ -70,17 +72,12 @@ SETTINGS = [
 ]
 
 
-def test_filters_keep_and_draw_what_the_definition_does(monkeypatch):
-    found = []
-    chunks = gpu_sampler._chunks
-    monkeypatch.setattr(
-        gpu_sampler, "_chunks", lambda logits, rows, t, thresholds, *rest: found.append(thresholds)
-        or chunks(logits, rows, t, thresholds, *rest)
-    )  # fmt: skip
+def test_filters_keep_and_draw_what_the_definition_does():
     batch = Batch(len(SETTINGS), SETTINGS, spread=1.0)
     assert torch.equal(batch.choose(gpu_sampler, batch.filters), batch.choose(sampler, batch.filters))
+    found = gpu_filters.thresholds(batch.logits, batch.rows, batch.temperature, *batch.filters)
     filtered = torch.tensor([0 < k < VOCAB or p < 1 or min_p > 0 for k, p, min_p in SETTINGS])
-    torch.testing.assert_close(found[0][filtered], batch.lowest_kept()[filtered], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[filtered], batch.lowest_kept()[filtered], rtol=1e-6, atol=0)
 
 
 def test_ties_and_barred_tokens():
