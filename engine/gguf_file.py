@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from engine.errors import ConfigError
 
+Values = npt.NDArray[np.float32]
+
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -58,8 +60,17 @@ class GGUFFile:
             raise GGUFError(f"{self.path}: {key} is {value!r}, but must be a whole number of at least 1")
         return value
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
+    def read(self, name: str) -> Values:
         """Dequantise one tensor to float32. Raises `GGUFError` naming the tensor."""
+        shape = self.tensors[name].shape
+        return self.read_part(name, slice(0, prod(shape[:-1])), slice(0, shape[-1])).reshape(shape)
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Values:
+        """Dequantise a part of a tensor, as [rows, columns]: the blocks in which it lies are all that is read.
+
+        rows, columns: with both ends, within the tensor taken as a matrix: its columns are its last dimension, its rows
+            all others. Raises `GGUFError` naming the tensor.
+        """
         import gguf
 
         info = self.tensors[name]
@@ -68,16 +79,22 @@ class GGUFFile:
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             if info.shape[-1] % block:
                 raise ValueError(f"rows of {info.shape[-1]} are no whole number of blocks of {block}")
-            row_bytes = info.shape[-1] // block * block_bytes
-            size = prod(info.shape[:-1]) * row_bytes
-            raw = np.fromfile(info.path, np.uint8, size, offset=info.offset)
-            if raw.size != size:
-                raise ValueError(f"{info.path.name} ends {size - raw.size} bytes before the tensor does")
-            # [..., row bytes] -> [..., elements of a row]
-            values = gguf.dequantize(raw.reshape(*info.shape[:-1], row_bytes), kind)
+            shape = prod(info.shape[:-1]), info.shape[-1] // block, block_bytes
+            missing = info.offset + prod(shape) - info.path.stat().st_size
+            if missing > 0:
+                raise ValueError(f"{info.path.name} ends {missing} bytes before the tensor does")
+            num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
+            if not num_rows or not num_columns:
+                return np.empty((num_rows, num_columns), np.float32)
+            first, end = columns.start // block, -(-columns.stop // block)
+            # raw: [rows, blocks of a row, block_bytes]
+            raw = np.asarray(np.memmap(info.path, np.uint8, "r", info.offset, shape))[rows, first:end]
+            values = gguf.dequantize(raw.reshape(num_rows, (end - first) * block_bytes), kind)
+            start = columns.start - first * block
+            part = values[:, start : start + num_columns]
         except (ValueError, KeyError, NotImplementedError) as error:
             raise GGUFError(f"{self.path}: the tensor {name} cannot be read ({error})") from error
-        return np.ascontiguousarray(values, np.float32)
+        return np.require(part, np.float32, ("C", "W"))  # float32 of the file is still the file's
 
 
 def open_gguf(path: Path) -> GGUFFile:

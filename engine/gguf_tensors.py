@@ -5,16 +5,18 @@ stacks the experts of a layer, and adds what Gemma's norms leave out.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.gguf_config import ROPE_FACTORS, hf_architecture
-from engine.gguf_file import GGUFFile, open_gguf
+from engine.gguf_file import GGUFFile, TensorInfo, Values, open_gguf
+from engine.layers.target import Source
 from engine.models.families import FAMILIES, Family
-
-Values = npt.NDArray[np.float32]
 
 _LAYER_MODULES = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -27,28 +29,60 @@ _DENSE_MODULES = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _FUSED_MODULES = ("mlp.gate_up_proj", "mlp.down_proj")
 
 
-def iter_tensors(path: Path) -> Iterator[tuple[str, Values]]:
-    """Yield (Hugging Face parameter name, float32 array) of each tensor; one without such a name keeps its own.
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix in the file, of which what is asked for is read and dequantised: `Source`.
 
-    Raises `ConfigError` naming the file.
+    first_row: of its rows within the file's tensor. order: for each of its rows, which of the file's it is; None: as
+    they are.
+    """
+
+    file: GGUFFile
+    name: str
+    shape: torch.Size
+    first_row: int = 0
+    order: npt.NDArray[np.int64] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """index: slices of rows and columns, or `...`."""
+        spans = (slice(None), slice(None)) if index is ... else index
+        rows, columns = (slice(*span.indices(size)[:2]) for span, size in zip(spans, self.shape, strict=True))
+        if self.order is None:
+            values = self._read(rows, columns)
+        else:
+            order = self.order[rows]
+            first = order.min(initial=len(self.order))
+            values = self._read(slice(first, order.max(initial=first - 1) + 1), columns)[order - first]
+        return torch.from_numpy(values)
+
+    def _read(self, rows: slice, columns: slice) -> Values:
+        return self.file.read_part(self.name, slice(self.first_row + rows.start, self.first_row + rows.stop), columns)
+
+
+def iter_tensors(path: Path) -> Iterator[tuple[str, Source]]:
+    """Yield (Hugging Face parameter name, float32 numbers) of each tensor; one without such a name keeps its own.
+
+    Matrices are read when they are asked for. Raises `ConfigError` naming the file, as reading one does.
     """
     file = open_gguf(path)
     family = FAMILIES[hf_architecture(file)]
     modules = _hf_modules(file, family)
     num_heads = file.count("attention.head_count")
     heads = {"q_proj": num_heads, "k_proj": file.get("attention.head_count_kv", num_heads)}
-    for name in file.tensors:
+    for name, info in file.tensors.items():
         if name in ROPE_FACTORS:  # in the config by now
             continue
         module, _, suffix = name.rpartition(".")
         hf_module = modules.get(module, module)
-        values = file.read(name)
         projection = hf_module.rpartition(".")[2]
-        if family.gguf_permuted and projection in heads:
-            values = _unpermute(values, heads[projection])
-        if family.norm_offset and hf_module.endswith("norm"):
-            values = values - np.float32(1.0)
-        for hf_name, part in _unstacked(f"{hf_module}.{suffix}", values):
+        order = _unpermuted(info.shape[0], heads[projection]) if family.gguf_permuted and projection in heads else None
+        for hf_name, part in _parts(file, f"{hf_module}.{suffix}", info, order):
+            if family.norm_offset and hf_module.endswith("norm"):
+                part = part[...] - 1.0
             for theirs, ours in family.renames.items():
                 hf_name = hf_name.replace(ours, theirs)
             yield hf_name, part
@@ -67,20 +101,26 @@ def _hf_modules(file: GGUFFile, family: Family) -> dict[str, str]:
     return {gguf_name: module for module in modules if (gguf_name := table.get_name(module))}
 
 
-def _unstacked(name: str, values: Values) -> Iterator[tuple[str, Values]]:
-    """The experts of a layer one by one: values: [experts, rows, columns]; anything else as it is."""
+def _parts(
+    file: GGUFFile, name: str, info: TensorInfo, order: npt.NDArray[np.int64] | None
+) -> Iterator[tuple[str, Source]]:
+    """A tensor under its name; the experts of a layer, [experts, rows, columns], one by one."""
     before, stacked, projection = name.partition(".experts.")
-    if not stacked or values.ndim != 3:
-        yield name, values
-        return
-    for i, expert in enumerate(values):
-        yield f"{before}.experts.{i}.{projection}", expert
+    if stacked and len(info.shape) == 3:
+        experts, rows, columns = info.shape
+        for i in range(experts):
+            matrix = StoredMatrix(file, info.name, torch.Size((rows, columns)), first_row=i * rows)
+            yield f"{before}.experts.{i}.{projection}", matrix
+    elif len(info.shape) == 2:
+        yield name, StoredMatrix(file, info.name, torch.Size(info.shape), order=order)
+    else:
+        values = file.read(info.name)
+        yield name, torch.from_numpy(values if order is None else values[order])
 
 
-def _unpermute(values: Values, num_heads: int) -> Values:
-    """Take each head's rows from pairs side by side to two halves. values: [rows] or [rows, columns]"""
-    rows = values.shape[0]
+def _unpermuted(rows: int, num_heads: int) -> npt.NDArray[np.int64] | None:
+    """Where each head's rows are, in two halves, that lie in pairs side by side."""
     if rows % (2 * num_heads):  # misshapen: the loader says so, by name
-        return values
-    pairs = values.reshape(num_heads, rows // num_heads // 2, 2, *values.shape[1:])  # [heads, pairs, 2, ...]
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+        return None
+    pairs = np.arange(rows).reshape(num_heads, rows // num_heads // 2, 2)  # [heads, pairs, 2]
+    return pairs.swapaxes(1, 2).reshape(rows)

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from engine.errors import ConfigError
-from engine.layers.target import Target
+from engine.layers.target import Source, Target, fill
 from engine.model_config import ModelConfig, is_gguf, read_json
 from engine.models.checkpoint import translate
 
@@ -21,11 +22,11 @@ class LoadError(ConfigError):
     """The checkpoint does not fit the model or cannot be read; names the tensors and the file."""
 
 
-def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face parameter name, CPU tensor) of a folder or a `.gguf` file, one tensor at a time.
+def iter_stored(path: Path) -> Iterator[tuple[str, Source]]:
+    """Yield (Hugging Face parameter name, what is stored) of a folder or a `.gguf` file.
 
-    Tensors of a folder are views of mapped files, in the checkpoint's type; those of a GGUF file are dequantised to
-    float32. Raises `LoadError` that names the file.
+    Tensors of a folder are views of mapped files, in the checkpoint's type; the matrices of a GGUF file are dequantised
+    to float32 when they are asked for. Raises `LoadError` that names the file.
     """
     path = Path(path)
     if is_gguf(path):
@@ -33,6 +34,14 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for file in weight_files(path):
         yield from _iter_safetensors(file)
+
+
+def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `iter_stored`, but as CPU tensors, one at a time."""
+    for name, stored in iter_stored(path):
+        with _readable():
+            tensor = stored[...]
+        yield name, tensor
 
 
 def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig) -> None:
@@ -44,7 +53,7 @@ def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig)
     missing = dict.fromkeys(targets)
     unexpected: list[str] = []
     with torch.no_grad():
-        for name, tensor in translate(iter_weights(path), config):
+        for name, tensor in translate(iter_stored(path), config):
             target = targets.get(name)
             if target is None:
                 unexpected.append(name)
@@ -56,7 +65,8 @@ def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig)
                 )
             if tensor.dtype not in _WEIGHT_DTYPES:
                 raise LoadError(f"{path}: the tensor {name} has the type {tensor.dtype}, which is not supported")
-            target.copy_(tensor)
+            with _readable():
+                fill(target, tensor)
             missing.pop(name, None)
     problems = [
         f"{what} {_listed(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
@@ -124,12 +134,18 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise LoadError(f"{file} cannot be read: it is truncated or corrupt ({error})") from error
 
 
-def _iter_gguf(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_gguf(path: Path) -> Iterator[tuple[str, Source]]:
     from engine.gguf_tensors import iter_tensors
 
+    with _readable():
+        yield from iter_tensors(path)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """What a file is found to lack when it is read, as a `LoadError`."""
     try:
-        for name, values in iter_tensors(path):
-            yield name, torch.from_numpy(values)
+        yield
     except ConfigError as error:
         raise LoadError(str(error)) from error
 

@@ -1,13 +1,26 @@
 """What a checkpoint tensor fills: a parameter, or rows of one that is laid out once all of its rows have come."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.shares import Span
+
+
+class Source(Protocol):
+    """What a checkpoint has of a tensor: a view of a file, or what is read when it is asked for. A tensor is one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """index: a slice for each dimension, or `...`."""
 
 
 class Target(Protocol):
@@ -21,6 +34,14 @@ class Target(Protocol):
 
     def copy_(self, source: Tensor, /) -> object:
         """source: of this shape and any floating type."""
+
+
+def fill(target: Target, source: Source) -> None:
+    """Hand the target all that it takes of the source, and read nothing else."""
+    if isinstance(target, Slices):
+        target.take(source)
+    else:
+        target.copy_(source[...])
 
 
 class Parts:
@@ -76,6 +97,9 @@ class Slices:
             self._parts.append((target, index))
 
     def copy_(self, source: Tensor, /) -> None:
+        self.take(source)
+
+    def take(self, source: Source) -> None:
         for target, index in self._parts:
             part = source[index]
             if padding := target.shape[0] - part.shape[0]:

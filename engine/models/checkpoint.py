@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 
-import torch
-
+from engine.layers.target import Source
 from engine.model_config import ModelConfig
 from engine.models.families import FAMILIES
 
@@ -21,7 +20,7 @@ _REDUNDANT = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin
 """Old checkpoints store what follows from the config: rotary frequencies, causal masks."""
 
 
-def translate(weights: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def translate(weights: Iterable[tuple[str, Source]], config: ModelConfig) -> Iterator[tuple[str, Source]]:
     """Checkpoint tensors under the names of `Decoder.targets`, with their numbers; leaves out what is not needed.
 
     A name that means nothing stays as it is.
@@ -30,8 +29,8 @@ def translate(weights: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) 
         name = canonical_name(stored_name, config)
         if name is None or name.endswith(_REDUNDANT) or (config.tie_word_embeddings and name == "lm_head.weight"):
             continue
-        if config.norm_offset and name.endswith("norm.weight") and tensor.is_floating_point():
-            tensor = tensor.float() + 1.0
+        if config.norm_offset and name.endswith("norm.weight") and tensor.dtype.is_floating_point:
+            tensor = tensor[...].float() + 1.0
         yield name, tensor
 
 

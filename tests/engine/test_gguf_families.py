@@ -118,8 +118,13 @@ def test_every_kind_of_number_is_what_the_gguf_package_says(kind: str, tmp_path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = open_gguf(tmp_path / "m.gguf").read("a.weight")
+    file = open_gguf(tmp_path / "m.gguf")
+    found = file.read("a.weight")
     assert found.shape == (3, 512)
     assert found.dtype == np.float32
     assert np.array_equal(found, gguf.dequantize(raw, quantization).reshape(3, 512), equal_nan=True)
     assert np.abs(found).max() > 0
+    for rows, columns in ((slice(1, 3), slice(0, 512)), (slice(0, 2), slice(100, 300)), (slice(2, 2), slice(0, 512))):
+        part = file.read_part("a.weight", rows, columns)
+        assert part.flags.writeable
+        assert np.array_equal(part, found[rows, columns], equal_nan=True)

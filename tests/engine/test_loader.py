@@ -200,13 +200,13 @@ from kernels.attention import select_backend
 def private_bytes():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-def watched(path, read=loader.iter_weights):
+def watched(path, read=loader.iter_stored):
     for name, tensor in read(path):
         seen.append(private_bytes())
         yield name, tensor
     seen.append(private_bytes())
 
-loader.iter_weights, seen = watched, []
+loader.iter_stored, seen = watched, []
 folder, dtype, quantization = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] or None
 config, device = load_model_config(folder), torch.device("cpu")
 backend = select_backend("cpu", dtype, config.head_dim)

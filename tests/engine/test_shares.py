@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.gguf_file import GGUFFile
 from engine.layers.linear import Linear, Quantization
 from engine.loader import load_weights, random_weights
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, load_model_config
@@ -158,10 +159,35 @@ def test_settings_and_group_must_agree(folder: Path) -> None:
         load_runner(config, folder)
 
 
-def test_a_rank_never_holds_more_than_its_share(tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_part_of_a_gguf_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(folder, tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
+    read, taken = GGUFFile.read_part, dict[str, list[tuple[int, ...]]]()
+
+    def noted(file: GGUFFile, name: str, rows: slice, columns: slice) -> Any:
+        values = read(file, name, rows, columns)
+        taken.setdefault(name, []).append(values.shape)
+        return values
+
+    monkeypatch.setattr(GGUFFile, "read_part", noted)
+    decoder(path, 3, 1)
+    assert taken["token_embd.weight"] == [(128, 96)]
+    assert taken["blk.0.attn_q.weight"] == [(32, 96)]
+    assert taken["blk.0.attn_k.weight"] == [(32, 96)]  # of the one head that all share
+    assert taken["blk.0.attn_output.weight"] == [(96, 32)]
+    inner = load_model_config(path).intermediate_size // 3
+    assert taken["blk.0.ffn_gate.weight"] == [(inner, 96)]
+    assert taken["blk.0.ffn_down.weight"] == [(96, inner)]
+
+
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_a_rank_never_holds_more_than_its_share(tmp_path: Path, form: str) -> None:
     """Of 112 MiB in float32, one of two ranks; what a matrix takes while it is laid out comes on top."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 16384}
     path = tiny_models.llama(tmp_path / "model", head_dim=64, num_attention_heads=8, **sizes)
+    if form == "gguf":
+        path = write_gguf(path, tmp_path / "model.gguf")
     code = """
 import re, sys, torch
 from pathlib import Path
@@ -171,12 +197,12 @@ from tests.engine.test_shares import decoder
 def private_mib():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
-def watched(path, read=engine.loader.iter_weights):
+def watched(path, read=engine.loader.iter_stored):
     for name, tensor in read(path):
         seen.append(private_mib())
         yield name, tensor
 
-engine.loader.iter_weights, seen = watched, []
+engine.loader.iter_stored, seen = watched, []
 before = private_mib()
 model = decoder(Path(sys.argv[1]), 2, 1)
 print(max(*seen, private_mib()) - before)
