@@ -4,11 +4,10 @@ There is one kind of step. A request knows `num_tokens` and has computed `num_co
 of the difference, under one budget. Running requests come first, those that need one token (decodes) before those that
 need more (prompts, in chunks); then waiting requests are admitted while blocks, rows and budget last. When blocks run
 out, the request that is last in the order of service is preempted: it gives all its blocks back and waits, and what it
-had is found again in the prefix cache or recomputed. A request of the batch class gives its place up for any other
-that waits, and one of a tenant that has most places for one of a tenant that has fewer by two or more.
+had is found again in the prefix cache or recomputed. Others are preempted for one that waits (`engine.giving_way`).
 
 A step may be planned while others are in flight (planned, not committed): a sampled token that is not known yet is
-planned for as PENDING. What ended meanwhile keeps its row and blocks until the last step that names it is settled.
+planned for as PENDING. What ended meanwhile keeps its row and blocks for a while (`engine.in_flight`).
 
 A request whose choices depend on its last token (`Request.needs_last_token`) is left out of a step that would be
 planned ahead of it, and goes on when that is known.
@@ -17,13 +16,14 @@ Pure bookkeeping on numpy arrays: no torch, no model; `commit` takes the sampled
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 
 from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
+from engine.giving_way import GivingWay
+from engine.in_flight import InFlight
 from engine.intake import Intake
 from engine.logprobs import hand_out
 from engine.lora.slots import AdapterSlots
@@ -68,9 +68,9 @@ class Scheduler:
         self.waiting = WaitingQueue(clock)
         self._running = Running(self.batch, self.blocks, self._plans, self.adapters)
         self.intake = Intake(self.batch, self.blocks, self.waiting, self._running, self.swap)
-        self._in_flight: deque[tuple[StepPlan, set[bytes]]] = deque()  # with the digests of blocks they complete
+        self._giving_way = GivingWay(self.batch, self.waiting, self._running, self.intake)
+        self._in_flight = InFlight(self.batch, self._running)
         self._streaks = Streaks(self.batch)
-        self._ending: list[Request] = []  # ended, but named by a step in flight
         self.num_preemptions = 0
         self.num_generated_tokens = 0
 
@@ -105,10 +105,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             num_known = int(self.batch.num_known[request.row])
             self._stop(request)
-            if self.batch.in_flight[request.row]:
-                self._ending.append(request)
-            else:
-                self._running.release(request)
+            self._in_flight.end(request)
         else:
             self.waiting.remove(request)
             if self.swap is not None:
@@ -169,8 +166,8 @@ class Scheduler:
             rows, counts = rows[batch.alive[rows]], counts[batch.alive[rows]]
         # What was just preempted would only come back to be preempted again.
         elif self.waiting:
-            if (request := self._who_gives_way(budget)) is not None:
-                if self._in_flight:
+            if (request := self._giving_way.who(budget)) is not None:
+                if self._in_flight.steps:
                     return None
                 self._preempt(request)
                 alive = batch.alive[rows]
@@ -182,7 +179,7 @@ class Scheduler:
             rows, counts = rows[counts > 0], counts[counts > 0]
         if not len(rows):
             return None
-        plan = self._plans.plan(rows, counts, in_flight=bool(self._in_flight))
+        plan = self._plans.plan(rows, counts, in_flight=bool(self._in_flight.steps))
         self._advance(plan, plan.seq_lens - counts)
         all_decode = plan.rows is self._running.order and plan.num_tokens == len(plan.sample) == len(rows)
         self._streaks.last_decode = plan if all_decode else None
@@ -204,8 +201,8 @@ class Scheduler:
             done = np.flatnonzero((first != last) & batch.alive[plan.rows])
             if len(done):
                 self._running.register(plan.rows[done], first[done], last[done])
-        some_ended = bool(self._ending)  # while this step was in flight
-        self._settle(plan)
+        some_ended = bool(self._in_flight.ended)  # while this step was in flight
+        self._in_flight.settle(plan)
 
         rows, positions = plan.rows, plan.seq_lens
         if len(plan.sample) < len(rows):
@@ -258,8 +255,8 @@ class Scheduler:
         """
         self._end_streak()
         ids: list[str] = self.batch.request_ids[plan.rows].tolist()
-        while self._in_flight:
-            self._settle(self._in_flight[0][0])
+        while self._in_flight.steps:
+            self._in_flight.settle(self._in_flight.steps[0][0])
         failed = [self.finish(request_id, FinishReason.ERROR, error=error) for request_id in ids]
         for request in list(self._running.requests):
             self._start_again(request)
@@ -274,7 +271,7 @@ class Scheduler:
     def _quiet_plan(self) -> StepPlan | None:
         streaks = self._streaks
         if streaks.current is None:
-            if self._in_flight or self.waiting or not streaks.may_begin(self._running.order):
+            if self._in_flight.steps or self.waiting or not streaks.may_begin(self._running.order):
                 return None
             return streaks.begin()
         # A newcomer must be looked at, and one plan of a streak is out at a time.
@@ -287,7 +284,7 @@ class Scheduler:
         if self._streaks.current is not None:
             plan = self._streaks.end()
             if plan is not None:
-                self._in_flight.append((plan, set()))
+                self._in_flight.steps.append((plan, set()))
 
     # -- inside a step ------------------------------------------------------------------------------------------
 
@@ -296,7 +293,7 @@ class Scheduler:
         batch = self.batch
         num_tokens = batch.num_tokens[rows]
         counts = num_tokens - computed
-        if self._in_flight:
+        if self._in_flight.steps:
             counts[num_tokens >= batch.limit[rows]] = 0  # the last token is on its way: nothing comes after it
             if batch.extras.num_users:
                 counts[batch.extras.needs_last_token[rows] & (batch.num_known[rows] < num_tokens)] = 0
@@ -327,45 +324,10 @@ class Scheduler:
             if request is None:  # preempted for a request before it
                 continue
             while request.status is Status.RUNNING and not self._running.fill(request, num_blocks):
-                if self._in_flight:
+                if self._in_flight.steps:
                     return False
                 self._preempt(self._running.last_in_service())
         return True
-
-    def _who_gives_way(self, budget: int) -> Request | None:
-        """A running request whose place the first in the queue should have."""
-        first, running = self.waiting.first_ordinary(), self._running
-        if first is not None and not self.intake.has_slot(first):  # nobody's row or blocks would help it
-            if running.num_batch and (request := running.batch_in_a_slot()) is not None:
-                return request
-            first = self.waiting.first_ordinary(adapters=False)
-        if first is None:
-            return None
-        if running.num_batch and (budget <= 0 or self.intake.lacks_room(first)):
-            return running.last_in_service()
-        alone = self.waiting.num_tenants == 1 and running.by_tenant.keys() == {first.tenant}
-        if alone or not self.intake.lacks_room(first):
-            return None
-        for request in running.requests:  # by what they have had until now, another may be the first
-            self._charge(request)
-        first = self._first_with_slot()
-        tenant = None if first is None else running.tenant_above(first.tenant)
-        if first is None or tenant is None or not self.intake.lacks_room(first):
-            return None
-        return running.last_in_service(tenant)
-
-    def _first_with_slot(self) -> Request | None:
-        """The first in the queue that a row and blocks would help."""
-        first = self.waiting.first_ordinary()
-        if first is None or self.intake.has_slot(first):
-            return first
-        return self.waiting.first_ordinary(adapters=False)
-
-    def _charge(self, request: Request) -> None:
-        """Count what a running request has been given to its tenant."""
-        num_known = int(self.batch.num_known[request.row])
-        self.waiting.charge_output(request, num_known - request.num_charged)
-        request.num_charged = num_known
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
@@ -374,7 +336,7 @@ class Scheduler:
         self._start_again(request)
 
     def _stop(self, request: Request) -> None:
-        self._charge(request)
+        self._giving_way.charge(request)
         self._running.stop(request)
 
     def _start_again(self, request: Request) -> None:
@@ -387,7 +349,7 @@ class Scheduler:
     def _admit(self, rows: Ints, computed: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints]:
         """Start waiting requests beside the running `rows`; returns rows and counts with theirs."""
         computing = self._running.being_computed(rows, computed, computed + counts)
-        computing.update(*(digests for _, digests in self._in_flight))
+        computing.update(*(digests for _, digests in self._in_flight.steps))
         new_rows, new_counts = self.intake.admit(budget, self._chunk, computing)
         if not new_rows:
             return rows, counts
@@ -406,18 +368,4 @@ class Scheduler:
         rows, positions = plan.rows[plan.sample], plan.seq_lens[plan.sample]
         batch.tokens[rows, positions] = PENDING
         batch.num_tokens[rows] = positions + 1
-        self._in_flight.append((plan, computing))
-
-    def _settle(self, plan: StepPlan) -> None:
-        """The oldest step in flight is over: release what ended and was named by no other."""
-        oldest, _ = self._in_flight.popleft()
-        assert oldest is plan, "steps are settled in the order of their plans"
-        self.batch.in_flight[plan.rows] -= 1
-        if self._ending:
-            still = []
-            for request in self._ending:
-                if self.batch.in_flight[request.row]:
-                    still.append(request)
-                else:
-                    self._running.release(request)
-            self._ending = still
+        self._in_flight.steps.append((plan, computing))
