@@ -84,16 +84,21 @@ class Catalog:
         return [change for service in self._services.values() for change in service.adapters.changes()]
 
     async def check_health(self) -> None:
-        """Raise `EngineFault` if no model can be served. One that sleeps can."""
-        faults = []
-        for service in self._services.values():
-            try:
-                await service.check_health()
-            except EngineFault as error:
-                faults.append(error)
-            else:
-                return
-        raise faults[0]
+        """As soon as one model can be served; one that sleeps can. Raises `EngineFault` if none can."""
+        checks = [asyncio.ensure_future(service.check_health()) for service in self._services.values()]
+        try:
+            faults = []
+            for check in asyncio.as_completed(checks):
+                try:
+                    await check
+                except EngineFault as error:
+                    faults.append(error)
+                else:
+                    return
+            raise faults[0]
+        finally:
+            for each in checks:
+                each.cancel()
 
     def stats(self) -> ModelStats:
         """Of this ingress alone."""

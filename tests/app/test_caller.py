@@ -1,14 +1,32 @@
 """Whose request it is, how urgent and of which session: from the door to the engine."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
+
 from app.caller import MAX_SESSION_LENGTH
+from app.catalog import Catalog
+from app.chat import ChatSide
+from app.chat_template import chat_templates
 from app.doors import Doors
 from app.engine_client import Submission
+from app.ingress import admission
+from app.replica import EngineReplica
+from app.routes import create_app
+from app.serve_client import ServeEngineClient
+from app.service import Service
+from app.settings import load_settings
+from engine.engine import Engine
+from engine.step_loop import StepLoop
+from engine.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server, until
+from tests.app.local_handle import LocalHandle
 from tests.app.test_lifecycle import Gate
+from tests.scripted import ScriptedRunner
 
 KEYS = ("key-of-alice", "key-of-bob")
 
@@ -69,6 +87,43 @@ async def test_a_flood_of_one_key_holds_up_no_other(scripted: Serve) -> None:
         await ask(KEYS[1], "other")
         await asyncio.gather(*flood)
         assert ended.index("other") < 10
+
+
+@asynccontextmanager
+async def ingress(replica: EngineReplica, tokenizer: Tokenizer) -> AsyncIterator[httpx.AsyncClient]:
+    """One of several before an engine replica, with the budgets that the settings give it."""
+    client = ServeEngineClient(LocalHandle([replica]))
+    limits = await client.limits()
+    chat_side = ChatSide(chat_templates(tokenizer, None), "auto", "auto")
+    service = Service("tiny", tokenizer, client, limits, admission(load_settings({}, {}), limits), chat_side)
+    transport = httpx.ASGITransport(create_app(Catalog([service]), 5.0, Doors(KEYS)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as http:
+        yield http
+
+
+async def test_long_streams_of_one_key_give_places_up_to_another_at_whichever_ingress(tokenizer: Tokenizer) -> None:
+    gate = Gate(0.002)
+    engine = Engine(ScriptedRunner([5, 6, 7], before_step=gate, max_num_seqs=4, max_model_len=1024, num_blocks=600))
+    replica = EngineReplica(lambda on_output: StepLoop(engine, on_output))
+    ended: list[str] = []
+
+    async def ask(http: httpx.AsyncClient, key: str, max_tokens: int) -> None:
+        body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
+        answer = await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        ended.append(key)
+        assert len(answer.json()["choices"][0]["token_ids"]) == max_tokens
+
+    try:
+        async with ingress(replica, tokenizer) as one, ingress(replica, tokenizer) as other:
+            flood = [asyncio.ensure_future(ask(http, KEYS[0], 400)) for http in (one, other) for _ in range(8)]
+            await until(lambda: replica.stats().num_running == 4 and replica.stats().num_waiting >= 4, 5)
+            for http in (one, other):
+                await ask(http, KEYS[1], 20)
+            assert ended == [KEYS[1]] * 2, "all that the flood runs is long, and none of it had to end for the others"
+            await asyncio.gather(*flood)
+            assert replica.stats().preemptions >= 1
+    finally:
+        replica.close()
 
 
 async def test_a_full_queue_makes_room_for_a_key_that_has_less_of_it(scripted: Serve) -> None:
