@@ -99,10 +99,6 @@ class EngineConfig:
             _at_least(name, getattr(self, name), 1)
         if self.max_cpu_loras is not None:
             _at_least("max_cpu_loras", self.max_cpu_loras, self.max_loras)
-        if self.enable_lora is True and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "enable_lora is for tensor_parallel_size 1: adapters are not cut into shares as weights are"
-            )
         for name, most in (
             ("max_num_seqs", 65_536), ("num_threads", 1024), ("tensor_parallel_size", 1024), ("max_loras", 1024),
             ("max_lora_rank", 512),

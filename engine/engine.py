@@ -130,8 +130,11 @@ class Engine:
         else:
             from engine.runner_setup import load_runner
 
-            runner = one = load_runner(config, path)
-            adapters = one.adapter_cache
+            runner = load_runner(config, path)
+        if runner.info.read_adapter is not None:
+            from engine.lora.cache import AdapterCache
+
+            adapters = AdapterCache(runner.info.read_adapter, config.max_cpu_loras or config.max_loras)
 
         def read_vocabulary() -> Vocabulary:
             return grammar_vocabulary(load_tokenizer(path, config.trust_remote_code), runner.info.vocab_size)

@@ -11,7 +11,6 @@ from engine.block_copies import HostBlocks, block_bytes
 from engine.compilation import CompiledForward
 from engine.errors import ConfigError
 from engine.graph_runner import GraphRunner
-from engine.lora.cache import AdapterCache
 from engine.lora.layers import ModelAdapters
 from engine.memory import GIB
 from engine.models.decoder import Decoder
@@ -58,7 +57,6 @@ class ModelRunner:
     ) -> None:
         self.info = info
         self.adapters = adapters
-        self.adapter_cache: AdapterCache | None = None
         self.model = model
         self.group = model.group
         self._follows = self.group is not None and self.group.rank > 0

@@ -1,9 +1,14 @@
 """What the engine asks of whatever computes a step: a model on this device, shards of it, or a stand-in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from engine.lora.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class SwapInfo:
 class RunnerInfo:
     """What the scheduler must know of the runner. Lengths in tokens.
 
-    max_loras: adapters that a batch may have; 0 if the runner takes none.
+    max_loras: adapters that a batch may have; 0 if the runner takes none. read_adapter: reads one from its folder.
     """
 
     num_blocks: int
@@ -37,6 +42,7 @@ class RunnerInfo:
     dtype: str
     swap: SwapInfo | None = None
     max_loras: int = 0
+    read_adapter: "Callable[[Path], Adapter] | None" = None
 
 
 class Runner(Protocol):

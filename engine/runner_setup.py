@@ -12,7 +12,6 @@ from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, 
 from engine.errors import ConfigError
 from engine.loader import load_weights, random_weights
 from engine.lora.adapter import read_adapter
-from engine.lora.cache import AdapterCache
 from engine.lora.layers import ModelAdapters
 from engine.memory import GIB, GpuMemory, num_kv_blocks, out_of_memory
 from engine.model_config import ModelConfig, load_model_config
@@ -51,9 +50,11 @@ def load_runner(config: EngineConfig, path: Path, group: ParallelGroup | None = 
     except ValueError as error:
         raise ConfigError(str(error)) from error
     model = _load_model(config, path, model_config, backend, precision, device, max_model_len, group)
-    adapters = None
+    adapters = read = None
     if config.enable_lora:
-        adapters = ModelAdapters(model, config.max_loras, config.max_lora_rank, dtype=precision.dtype, device=device)
+        dtype, max_rank = precision.dtype, config.max_lora_rank
+        adapters = ModelAdapters(model, config.max_loras, max_rank, dtype=dtype, device=device)
+        read = partial(read_adapter, targets=adapters.targets, config=model_config, max_rank=max_rank, dtype=dtype)
     info = RunnerInfo(
         num_blocks=1,
         block_size=config.block_size or backend.default_block_size,
@@ -65,6 +66,7 @@ def load_runner(config: EngineConfig, path: Path, group: ParallelGroup | None = 
         device=str(device),
         dtype=str(precision),
         max_loras=config.max_loras if config.enable_lora else 0,
+        read_adapter=read,
     )
     capture = device.type == "cuda" and _captures_graphs(config, model, backend)
     gpu = None if device.type != "cuda" else _measure(config, model, backend, info, adapters, precision.dtype, device)
@@ -88,15 +90,6 @@ def load_runner(config: EngineConfig, path: Path, group: ParallelGroup | None = 
     )
     cuda = torch.cuda if device.type == "cuda" else None
     runner = ModelRunner(model, backend, info, dtype=precision.dtype, device=device, cuda=cuda, adapters=adapters)
-    if adapters is not None:
-        read = partial(
-            read_adapter,
-            targets=adapters.targets,
-            config=model_config,
-            max_rank=config.max_lora_rank,
-            dtype=precision.dtype,
-        )
-        runner.adapter_cache = AdapterCache(read, config.max_cpu_loras or config.max_loras)
     if config.compilation:
         runner.compile_forward()
     if config.swap_space:

@@ -33,6 +33,10 @@ class Span:
         return cls(start, whole * (rank + 1) // size - start, whole)
 
     @property
+    def slice(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+    @property
     def is_all(self) -> bool:
         return self.size == self.whole
 

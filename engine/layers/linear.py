@@ -125,10 +125,10 @@ class SummedLinear(Linear):
 
     def __init__(self, group: ParallelGroup, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._group = group
+        self.group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.all_reduce(super().__call__(x))
+        return self.group.all_reduce(super().__call__(x))
 
 
 def row_linear(group: ParallelGroup | None, *args: Any, **kwargs: Any) -> Linear:

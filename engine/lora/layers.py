@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.layers.linear import GATES, Linear
+from engine.layers.linear import GATES, Linear, SummedLinear
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
-from engine.lora.adapter import Adapter, TargetModule
+from engine.lora.adapter import Adapter, LowRank, TargetModule
 from engine.models.decoder import Decoder
 from engine.pinned import Upload
 from engine.step import StepAdapters, StepPlan
@@ -28,21 +28,26 @@ class _Step:
 
 
 class AdaptedLinear(Linear):
-    """Takes the place of a packed `Linear`. In a step without adapters it is that one."""
+    """Takes the place of a packed `Linear`. In a step without adapters it is that one.
+
+    A rank of several has of A and B the columns and rows that it has of the weight.
+    """
 
     def __init__(self, plain: Linear, lora: LoraWeights, step: _Step) -> None:
         self.__dict__.update(plain.__dict__)
         self.lora = lora
+        self._plain = plain
+        self._group = plain.group if isinstance(plain, SummedLinear) else None
         self._step = step
 
     def __call__(self, x: Tensor) -> Tensor:
         tokens = self._step.tokens
-        return super().__call__(x) if tokens is None else self._adapted(x, tokens)
+        return self._plain(x) if tokens is None else self._adapted(x, tokens)
 
     def after_norm(self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens = self._step.tokens
         if tokens is None:
-            return super().after_norm(norm, x, residual)
+            return self._plain.after_norm(norm, x, residual)
         if norm is None:
             total = x if residual is None else residual + x
             return self._adapted(total, tokens), total
@@ -55,13 +60,28 @@ class AdaptedLinear(Linear):
         else:
             y = linear(x, self.weight, self.bias)
         add_lora(y, x, self.lora, tokens)
+        if self._group is not None:
+            y = self._group.all_reduce(y)
         return y if self.gate is None else GATES[self.gate](y)
+
+    def put(self, slot: int, parts: Sequence[LowRank | None]) -> None:
+        """Bring an adapter to a slot, in place of what is there. parts: of it, for each projection."""
+        lora, columns, start = self.lora, self.columns.slice, 0
+        lora.a[slot].zero_()  # not B alone: 0 times an infinite number of another adapter is none
+        lora.b[slot].zero_()
+        for part, (found, rows) in enumerate(zip(parts, self.rows.values(), strict=True)):
+            if found is not None:
+                rank = len(found.a)
+                at = part * lora.rank
+                lora.a[slot, :, at : at + rank].copy_(found.a[:, columns].T)
+                lora.b[slot, :rank, start : start + rows.size].copy_(found.b[rows.slice].T)
+            start += rows.size
 
 
 class ModelAdapters:
     """The slots of all layers of a model, which it changes so that they take adapters.
 
-    targets: what an adapter may change, by its module's name in a checkpoint.
+    targets: what an adapter may change, by its module's name in a checkpoint; whole, also where ranks share the model.
     """
 
     def __init__(self, model: Decoder, slots: int, max_rank: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -81,13 +101,14 @@ class ModelAdapters:
     def _adapt(
         self, plain: Linear, prefix: str, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> AdaptedLinear:
-        number, sizes = len(self._layers), tuple(plain.parts.values())
-        in_features = plain.columns.size
-        for part, (name, size) in enumerate(plain.parts.items()):
+        number, whole = len(self._layers), tuple(rows.whole for rows in plain.rows.values())
+        in_features = plain.columns.whole
+        for part, (name, size) in enumerate(zip(plain.rows, whole, strict=True)):
             self.targets[prefix + name] = TargetModule(number, (part,), (size,), in_features)
         if plain.stored_as is not None:
-            self.targets[prefix + plain.stored_as] = TargetModule(number, tuple(range(len(sizes))), sizes, in_features)
-        weights = lora_weights(slots, max_rank, in_features, sizes, dtype=dtype, device=device)
+            self.targets[prefix + plain.stored_as] = TargetModule(number, tuple(range(len(whole))), whole, in_features)
+        held = tuple(plain.parts.values())
+        weights = lora_weights(slots, max_rank, plain.columns.size, held, dtype=dtype, device=device)
         self._layers.append(AdaptedLinear(plain, weights, self._step))
         return self._layers[-1]
 
@@ -95,16 +116,7 @@ class ModelAdapters:
         """Bring adapters to their slots, in place of what is there."""
         for slot, adapter in loads:
             for number, layer in enumerate(self._layers):
-                lora, start = layer.lora, 0
-                lora.a[slot].zero_()  # not B alone: 0 times an infinite number of another adapter is none
-                lora.b[slot].zero_()
-                for part, size in enumerate(lora.parts):
-                    if (found := adapter.parts.get((number, part))) is not None:
-                        rank = len(found.a)
-                        at = part * lora.rank
-                        lora.a[slot, :, at : at + rank].copy_(found.a.T)
-                        lora.b[slot, :rank, start : start + size].copy_(found.b.T)
-                    start += size
+                layer.put(slot, [adapter.parts.get((number, part)) for part in range(len(layer.rows))])
 
     def begin(self, plan: StepPlan, adapters: StepAdapters, upload: Upload) -> None:
         """Until `end`, the layers add what the plan's sequences have of adapters."""

@@ -11,6 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.grammar_vocabulary import grammar_vocabulary
+from engine.lora.cache import AdapterCache
 from engine.model_runner import ModelRunner
 from engine.parallel import ParallelGroup
 from engine.runner_setup import load_runner
@@ -65,6 +66,7 @@ def _engine(case: Case, group: ParallelGroup | None) -> Engine:
         runner if group is None else _Leader(runner, group),
         model_path=case.path,
         async_scheduling=bool(config.async_scheduling),
+        adapters=None if runner.info.read_adapter is None else AdapterCache(runner.info.read_adapter, config.max_loras),
         read_vocabulary=lambda: grammar_vocabulary(load_tokenizer(case.path), runner.info.vocab_size),
     )
 

@@ -34,7 +34,6 @@ from engine.sampling_params import SamplingParams
         ({"max_loras": 0}, "max_loras must be a whole number of at least 1"),
         ({"max_lora_rank": 513}, "max_lora_rank must be at most 512"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras must be a whole number of at least 4"),
-        ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora is for tensor_parallel_size 1"),
         ({"model": "a", "model_path": "b"}, "model_path and model are one setting"),
     ],
 )

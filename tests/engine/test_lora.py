@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.engine import Engine
 from engine.errors import InvalidRequestError
 from engine.llm import LLM
+from engine.lora.cache import AdapterCache
 from engine.lora.request import LoRARequest
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
@@ -169,7 +170,7 @@ def test_graphs_serve_the_steps_without_adapters_and_the_others_go_without(model
     runner = ModelRunner(plain.model, backend, plain.info, dtype=plain.dtype, device=plain.device, cuda=cuda,
                          adapters=plain.adapters)  # fmt: skip
     runner.pad_decodes(capture=True)
-    engine = Engine(runner, async_scheduling=asynchronous, adapters=plain.adapter_cache)
+    engine = Engine(runner, async_scheduling=asynchronous, adapters=AdapterCache(plain.info.read_adapter, 4))
     submit(engine, models, None, 0, "base")
     for _ in range(4):
         engine.step()
