@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 
 import app
 from engine import LLM, SamplingParams
+from engine.outputs import EngineStats
 from tests import tiny_models
 from tests.app.harness import parse_events
 from tests.app.sharding.processes import alive, wait
@@ -39,7 +40,12 @@ class Application:
         port = free_port()
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        self.deploy(**settings, served_model_name="tiny", shard_timeout_s=TIMEOUT_S, shard_placement="SPREAD")
+        self.settings = settings | {
+            "served_model_name": "tiny",
+            "shard_timeout_s": TIMEOUT_S,
+            "shard_placement": "SPREAD",
+        }
+        self.deploy(**self.settings)
         self.expected = self.http.post("/v1/completions", json=self.body()).json()["choices"][0]["text"]
         llm = LLM(**settings)
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -63,20 +69,14 @@ class Application:
     def values(self) -> dict[str, float]:
         return values_of(self.http.get("/metrics").raise_for_status().text)
 
-    def replica(self) -> Any:
+    def replicas(self) -> list[Any]:
         names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "#engine#" in a["name"]]
-        (name,) = names
-        return ray.get_actor(name, namespace="serve")
+        return [ray.get_actor(name, namespace="serve") for name in names]
 
     def pids(self) -> tuple[int, list[int]]:
-        """Of the replica, and of its shards by rank."""
-
-        def look(actor: Any) -> tuple[int, list[int]]:
-            deployment = actor._replica_impl._user_callable_wrapper._callable
-            group = deployment._replica._step_loop.engine.runner._group
-            return os.getpid(), [place.pid for place in group.places]
-
-        found: tuple[int, list[int]] = ray.get(self.replica().__ray_call__.remote(look))
+        """Of the only replica, and of its shards by rank."""
+        (replica,) = self.replicas()
+        found: tuple[int, list[int]] = ray.get(replica.__ray_call__.remote(_pids))
         return found
 
     def stream_through(self, fault: Callable[[], None]) -> float:
@@ -95,6 +95,19 @@ class Application:
         events = parse_events(httpx.Response(200, headers=response.headers, text="\n".join(lines) + "\n"))
         assert (events.text, events.done, events.names) == (self.expected, True, [])
         return max(pauses[20:])
+
+
+def _pids(actor: Any) -> tuple[int, list[int]]:
+    return os.getpid(), [place.pid for place in _step_loop(actor).engine.runner._group.places]
+
+
+def _stats(actor: Any) -> EngineStats:
+    stats: EngineStats = _step_loop(actor).stats()
+    return stats
+
+
+def _step_loop(actor: Any) -> Any:
+    return actor._replica_impl._user_callable_wrapper._callable._replica._step_loop
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +186,22 @@ def test_streams_outlive_their_replica_and_a_node(application: Application, clus
     print(f"node lost: stream paused for {pause:.2f} s")
     wait(lambda: not any(map(alive, shards)))
     assert nodes() == {cluster.head_node.node_id}
+
+
+def test_a_stream_goes_on_at_a_replica_that_stands_by(application: Application) -> None:
+    """And does not wait for the successor of the one that lost a shard."""
+    application.deploy(**application.settings, num_replicas=2)
+    wait(lambda: application.values()["nanoserve:engine_replicas"] == 2, within_s=30.0)
+    pids = {replica: ray.get(replica.__ray_call__.remote(_pids)) for replica in application.replicas()}
+    struck: list[Any] = []
+
+    def strike() -> None:
+        struck.extend(replica for replica in pids if ray.get(replica.__ray_call__.remote(_stats)).num_running)
+        os.kill(pids[struck[0]][1][1], signal.SIGKILL)
+
+    print(f"another stood by: stream paused for {application.stream_through(strike):.2f} s")
+    (other,) = pids.keys() - struck
+    assert ray.get(other.__ray_call__.remote(_stats)).generation_tokens > NUM_TOKENS / 2, "it went on somewhere else"
 
 
 def test_the_default_model_in_three_parts_knows_the_capital_of_france(application: Application) -> None:
