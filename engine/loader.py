@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ConfigError
-from engine.layers.target import Source, Target, fill
+from engine.layers.target import NumbersError, Source, Target, fill
 from engine.model_config import ModelConfig, is_gguf, read_json
 from engine.models.checkpoint import translate
 
@@ -48,7 +48,7 @@ def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig)
     """Hand a checkpoint to `targets`: for each Hugging Face parameter name, the part of the model to write.
 
     Those cast to their own type. Raises `LoadError` that lists the tensors which are missing or unexpected, or names
-    the first that is misshapen.
+    the first that is misshapen, or has numbers that are not finite in the type that it is kept in.
     """
     missing = dict.fromkeys(targets)
     unexpected: list[str] = []
@@ -65,8 +65,14 @@ def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig)
                 )
             if tensor.dtype not in _WEIGHT_DTYPES:
                 raise LoadError(f"{path}: the tensor {name} has the type {tensor.dtype}, which is not supported")
-            with _readable():
-                fill(target, tensor)
+            try:
+                with _readable():
+                    fill(target, tensor)
+            except NumbersError as error:
+                raise LoadError(
+                    f"{path}: the tensor {name} cannot be served: {error}. The file is damaged, or the model was saved "
+                    "in a state that answers nothing: get it again"
+                ) from error
             missing.pop(name, None)
     problems = [
         f"{what} {_listed(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names

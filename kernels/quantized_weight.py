@@ -21,6 +21,9 @@ PANEL = 48
 GROUP = 32
 """Weights along k that share a scale; `kGroup` in the C++ kernels."""
 
+MAX_WEIGHT = 127 * 65504.0
+"""Largest magnitude that `quantize_weight` can round: the scale is a float16."""
+
 _SLICE = 16
 """Panels that are made at a time: of a whole output matrix several copies would be held meanwhile."""
 

@@ -21,6 +21,8 @@ Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K and IQ4_NL, in one file or several; their t
 SentencePiece. A folder needs its tokenizer too, best as tokenizer.json.
 
 Anything else is refused by name: other architectures, pickles, and weights quantised by GPTQ, AWQ, fp8 or bitsandbytes.
+Refused too, naming the tensor, are numbers that no model can answer by: NaN, infinities, and what is beyond the type
+that the weights are kept in.
 
 | architecture | model type | models | beside Llama | GGUF |
 |---|---|---|---|---|

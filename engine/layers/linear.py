@@ -63,7 +63,9 @@ class Linear:
         self.weight: Tensor | PackedWeight | QuantizedWeight
         self._parts = None
         if quantization or packs(dtype, device):
-            self._parts = Parts(list(self.parts.values()), self.columns.size, self.lay_out)
+            self._parts = Parts(
+                list(self.parts.values()), self.columns.size, self.lay_out, rounded=quantization is not None
+            )
             device = torch.device("meta")
         self.weight = torch.empty(out_features, self.columns.size, dtype=dtype, device=device)
 

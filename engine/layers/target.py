@@ -1,4 +1,7 @@
-"""What a checkpoint tensor fills: a parameter, or rows of one that is laid out once all of its rows have come."""
+"""What a checkpoint tensor fills: a parameter, or rows of one that is laid out once all of its rows have come.
+
+Numbers that are not finite are refused as they come: a model with one of them answers nonsense, without an error.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,6 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.shares import Span
+from kernels.quantized_weight import MAX_WEIGHT
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class NumbersError(ValueError):
+    """Numbers that the model cannot hold; says which, but not of what."""
 
 
 class Source(Protocol):
@@ -33,13 +43,33 @@ class Target(Protocol):
     def device(self) -> torch.device: ...
 
     def copy_(self, source: Tensor, /) -> object:
-        """source: of this shape and any floating type."""
+        """source: of this shape and any floating type. All but a tensor raise `NumbersError`."""
+
+
+def check_numbers(kept: Tensor, given: Tensor, limit: float, form: str) -> None:
+    """Raise `NumbersError` unless `kept`, made of `given` for a form of this name, is within +- limit: one pass."""
+    if not kept.numel():
+        return
+    lowest, highest = torch.aminmax(kept)
+    if -limit <= lowest.item() and highest.item() <= limit:
+        return
+    if odd := int(given.isfinite().logical_not().sum()):
+        raise NumbersError(f"{odd} of its {given.numel()} numbers are NaN or infinite")
+    raise NumbersError(f"it has numbers up to {given.abs().max().item():.4g}, but {form} holds none above {limit:.4g}")
 
 
 def fill(target: Target, source: Source) -> None:
-    """Hand the target all that it takes of the source, and read nothing else."""
+    """Hand the target all that it takes of the source, and read nothing else.
+
+    Raises `NumbersError` for what is not finite in the type that it is kept in.
+    """
     if isinstance(target, Slices):
         target.take(source)
+    elif isinstance(target, Tensor):
+        given = source[...]
+        target.copy_(given)
+        # What has been written lies where it is quick to read, on a GPU above all.
+        check_numbers(target, given, torch.finfo(target.dtype).max, str(target.dtype).removeprefix("torch."))
     else:
         target.copy_(source[...])
 
@@ -49,14 +79,25 @@ class Parts:
 
     Until then it keeps what it was given, which for a safetensors file is a view of the file and takes no memory: the
     matrix is made from it in one pass, and no other copy of the model ever exists.
+
+    rounded: whether the matrix is rounded to int8.
     """
 
-    def __init__(self, rows: list[int], columns: int, finish: Callable[[list[Tensor]], None]) -> None:
+    def __init__(
+        self,
+        rows: list[int],
+        columns: int,
+        finish: Callable[[list[Tensor]], None],
+        *,
+        rounded: bool = False,
+    ) -> None:
         self._finish = finish
+        self._limit, self._form = (MAX_WEIGHT, "int8") if rounded else (_FLOAT32_MAX, "float32")
         self._sources: list[Tensor | None] = [None] * len(rows)
         self.targets: list[Target] = [_Part(self, i, torch.Size((count, columns))) for i, count in enumerate(rows)]
 
     def put(self, index: int, source: Tensor) -> None:
+        check_numbers(source, source, self._limit, self._form)
         self._sources[index] = source
         sources = [source for source in self._sources if source is not None]
         if len(sources) == len(self._sources):
@@ -104,4 +145,4 @@ class Slices:
             part = source[index]
             if padding := target.shape[0] - part.shape[0]:
                 part = F.pad(part, (0, 0) * (part.dim() - 1) + (0, padding))
-            target.copy_(part)
+            fill(target, part)

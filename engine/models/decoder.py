@@ -120,7 +120,9 @@ class Decoder:
             self.embedding = torch.empty(self.head.weight.shape, dtype=dtype, device=place)
         self._embedding_parts = None
         if self.embedding.is_meta:
-            self._embedding_parts = Parts([len(self.embedding)], config.hidden_size, self._lay_out_embedding)
+            self._embedding_parts = Parts(
+                [len(self.embedding)], config.hidden_size, self._lay_out_embedding, rounded=quantization is not None
+            )
         tables = _RotaryTables(config.head_dim, max_positions, device)
         self.layers = [
             DecoderLayer(
