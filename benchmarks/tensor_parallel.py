@@ -1,9 +1,10 @@
 """What tensor parallelism costs: the way of the plan, the ranks' talk, and the speed beside one rank on the same cores.
 
-    python -m benchmarks.tensor_parallel [--parts plan,decode] [--results FOLDER]
+    python -m benchmarks.tensor_parallel [--parts plan,sums,decode] [--results FOLDER]
 
 plan: out and the result back, of a decode step of 8 sequences, to 2 and 4 ranks and from rank 0, by our ring, by TCP,
 by gloo (the same bytes, and objects as torch pickles them) and by plain Ray actor calls; three rounds in alternation.
+sums: `benchmarks.rank_sums`, for 2, 3 and 4 ranks.
 decode: steps through `Engine` of random float32 weights in the shape of SmolLM2-135M, but with 8 heads and 4 KV heads,
 which two can share; with one rank in the process and two as shards on the same cores; medians. collectives_ms is what
 rank 0 spends in its group's collectives, waiting for the other included.
@@ -26,7 +27,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from app.resources import shard_bundle
 from app.shard import Rank, load_rank
 from app.shards import ShardedRunner, ShardGroup
-from benchmarks import plan_channel
+from benchmarks import plan_channel, rank_sums
 from benchmarks.report import RESULTS, header, markdown, save
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -154,7 +155,7 @@ def measure_decode(folder: Path) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="plan,decode")
+    parser.add_argument("--parts", default="plan,sums,decode")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -162,6 +163,8 @@ def main(argv: list[str]) -> None:
         for part in args.parts.split(","):
             if part == "plan":
                 rows = [row for ranks in (2, 4) for row in plan_channel.measure(ranks, SEQUENCES)]
+            elif part == "sums":
+                rows = [row for ranks in (2, 3, 4) for row in rank_sums.measure(ranks)]
             else:
                 with tempfile.TemporaryDirectory() as folder:
                     rows = list(measure_decode(Path(folder)))
