@@ -1,10 +1,10 @@
-"""Nothing, then many clients at once, then nothing: from no replica to the maximum and back.
+"""Nothing, then many clients at once, then nothing: from no replica, or few, to the maximum and back.
 
-    python -m benchmarks.burst [--clients 100] [--replicas 3] [--json]
+    python -m benchmarks.burst [--clients 100] [--replicas 3] [--min-replicas 0] [--json]
 
-Starts a Ray cluster of its own and the application with `min_replicas=0`, waits until the last replica has gone, and
-lets all clients ask at once, each for a stream. A client that gets 429 waits as long as Retry-After says and asks
-again. Then it waits until no replica is left. Every request must end whole.
+Starts a Ray cluster of its own and the application, waits until all replicas have gone that may, and lets all clients
+ask at once, each for a stream. A client that gets 429 waits as long as Retry-After says and asks again. Then it waits
+until the pool is as it was. Every request must end whole.
 
 Printed: time to first token from the first try (median, 90th and 99th percentile, worst) and from the try that was
 taken; tries and refusals; when the first replica and the most of them were up; how long the way back took; and the
@@ -140,10 +140,10 @@ async def burst(url: str, clients: int, max_tokens: int) -> tuple[list[Outcome],
     return outcomes, course
 
 
-def wait_for_none(within_s: float) -> float:
-    """Seconds until no engine replica is left."""
+def wait_for(count: int, within_s: float) -> float:
+    """Seconds until so many engine replicas are left."""
     began = time.monotonic()
-    while replicas() != (0, 0):
+    while replicas() != (count, count):
         if time.monotonic() - began > within_s:
             raise TimeoutError(f"{replicas()} replicas after {within_s} s")
         time.sleep(0.1)
@@ -174,20 +174,22 @@ def report(outcomes: list[Outcome], course: Course, startups: list[Any], back_s:
         "first_up_s": course.first(1),
         "all_asked_for_s": course.first_target(course.most),
         "all_up_s": course.first(course.most),
-        "back_to_none_s": round(back_s, 1),
+        "back_s": round(back_s, 1),
         "cold_start_s": [
             {"process and imports": round(times.process_s, 2), "engine": round(times.load_s, 2)} for times in startups
         ],
     }
 
 
-def measure(url: str, clients: int, max_tokens: int, engine_calls: Callable[[str], Awaitable[list[Any]]]) -> Any:
+def measure(
+    url: str, clients: int, max_tokens: int, least: int, engine_calls: Callable[[str], Awaitable[list[Any]]]
+) -> Any:
     async def run() -> tuple[list[Outcome], Course, list[Any]]:
         outcomes, course = await burst(url, clients, max_tokens)
         return outcomes, course, await engine_calls("startup_times")
 
     outcomes, course, startups = asyncio.run(run())
-    return outcomes, report(outcomes, course, startups, wait_for_none(180))
+    return outcomes, report(outcomes, course, startups, wait_for(least, 180))
 
 
 async def ask_replicas(method: str) -> list[Any]:
@@ -202,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--replicas", type=int, default=3, help="at most so many")
+    parser.add_argument("--min-replicas", type=int, default=0, help="at least so many")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--json", action="store_true")
@@ -219,14 +222,15 @@ def main() -> None:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         settings = {
-            "model": options.model, "min_replicas": 0, "max_replicas": options.replicas, "max_model_len": 1024,
+            "model": options.model, "min_replicas": options.min_replicas, "max_replicas": options.replicas,
+            "max_model_len": 1024,
             "max_num_seqs": 16, "num_threads": 1, "downscale_delay_s": 10, "downscale_to_zero_delay_s": 10,
             "max_queue_size": 32, "kv_cache_memory_bytes": 2**29,
         }  # fmt: skip
         serve.run(app.build(settings), name="nanoserve", route_prefix="/")
-        wait_for_none(120)
+        wait_for(options.min_replicas, 120)
         url = f"http://127.0.0.1:{port}"
-        _, told = measure(url, options.clients, options.max_tokens, ask_replicas)
+        _, told = measure(url, options.clients, options.max_tokens, options.min_replicas, ask_replicas)
         print(json.dumps(told, indent=None if options.json else 2))
     finally:
         serve.shutdown()

@@ -1,17 +1,19 @@
 """Kills engine replicas under load and checks that no stream notices more than a pause.
 
-    python -m benchmarks.chaos [--kills 8] [--streams 60] [--replicas 3] [--ingresses 1]
+    python -m benchmarks.chaos [--kills 8] [--signal KILL] [--streams 60] [--replicas 3] [--ingresses 1]
 
 Keeps so many streams going, of greedy and seeded requests of different lengths. Whenever the pool is whole again, one
-replica gets SIGKILL; at last all at once. Each stream must end complete and be what an undisturbed run of it was, whose
-greedy tokens are gap-checked against transformers; at the end no gauge may stand above zero. Ends with status 1 if not.
-The model is tiny and random, so that processes and not arithmetic are what is tried.
+replica gets SIGKILL, or SIGSTOP, after which it is there and says nothing; at last all at once. Each stream must end
+complete and be what an undisturbed run of it was, whose greedy tokens are gap-checked against transformers; at the end
+no gauge may stand above zero. Ends with status 1 if not. The model is tiny and random, so that processes and not
+arithmetic are what is tried.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -43,7 +45,7 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.streams} streams, {self.tokens} tokens in {self.seconds:.0f} s; {self.kills} replicas killed, "
+            f"{self.streams} streams, {self.tokens} tokens in {self.seconds:.0f} s; {self.kills} replicas struck, "
             f"{self.failovers} requests went on elsewhere; longest pause {max(self.pauses_s, default=0.0):.2f} s; "
             f"{len(self.wrong)} wrong"
         )
@@ -146,7 +148,13 @@ class Traffic:
 
 
 async def torment(
-    pool: Pool, kills: int, streams: int, max_tokens: int, say: Callable[[str], None], requests: int = 24
+    pool: Pool,
+    kills: int,
+    streams: int,
+    max_tokens: int,
+    say: Callable[[str], None],
+    requests: int = 24,
+    blow: signal.Signals = signal.SIGKILL,
 ) -> Report:
     """kills: rounds of them, of which the last is of all replicas at once. requests: different ones."""
     report = Report()
@@ -159,9 +167,9 @@ async def torment(
             pids = await asyncio.to_thread(pool.engine_pids)
             last = i == kills - 1
             for pid in pids if last else pids[i % len(pids) :][:1]:
-                kill(pid)
+                kill(pid, blow)
                 report.kills += 1
-            say(f"{time.monotonic() - start:5.1f} s: killed {'all replicas' if last else 'one replica'}; {report}")
+            say(f"{time.monotonic() - start:5.1f} s: {blow.name} to {'all replicas' if last else 'one'}; {report}")
         await asyncio.to_thread(pool.wait, pool.is_whole, 90, "the pool whole again")
     report.seconds = time.monotonic() - start
     try:
@@ -175,6 +183,7 @@ async def torment(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=9, help="rounds; the last is of all replicas at once")
+    parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
     parser.add_argument("--streams", type=int, default=60)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ingresses", type=int, default=1)
@@ -184,7 +193,8 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         running(Path(folder), replicas=args.replicas, ingresses=args.ingresses) as pool,
     ):
-        report = asyncio.run(torment(pool, args.kills, args.streams, args.max_tokens, print))
+        blow = signal.Signals[f"SIG{args.signal}"]
+        report = asyncio.run(torment(pool, args.kills, args.streams, args.max_tokens, print, blow=blow))
     print(report, *report.wrong[:20], sep="\n")
     return 1 if report.wrong else 0
 

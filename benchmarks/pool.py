@@ -13,6 +13,7 @@ import ray
 from ray import serve
 
 import app
+from engine.outputs import EngineStats
 from tests import tiny_models
 from tests.live_server import free_port, held_of, values_of
 
@@ -48,6 +49,16 @@ class Pool:
     def engine_actors(self) -> list[Any]:
         return [ray.get_actor(name, namespace="serve") for name in _actors("engine")]
 
+    def engine_stats(self) -> dict[str, EngineStats]:
+        """By the name of the replica's actor."""
+
+        def look(actor: Any) -> EngineStats:
+            stats: EngineStats = actor._replica_impl._user_callable_wrapper._callable._replica.stats()
+            return stats
+
+        handles = {name: ray.get_actor(name, namespace="serve") for name in _actors("engine")}
+        return {name: ray.get(handle.__ray_call__.remote(look)) for name, handle in handles.items()}
+
     def ingress_pids(self) -> list[int]:
         return _pids("ingress")
 
@@ -68,8 +79,8 @@ def session_logs() -> Path:
     return Path(ray._private.worker._global_node.get_logs_dir_path())
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+def kill(pid: int, blow: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(pid, blow)
 
 
 def _actors(deployment: str) -> list[str]:

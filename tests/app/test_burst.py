@@ -10,7 +10,7 @@ import ray
 from ray import serve
 
 import app
-from benchmarks.burst import ask_replicas, burst, wait_for_none
+from benchmarks.burst import ask_replicas, burst, wait_for
 from tests import tiny_models
 from tests.live_server import free_port
 
@@ -29,7 +29,7 @@ def scaled_to_zero(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3, "downscale_to_zero_delay_s": 3,
         }  # fmt: skip
         serve.run(app.build(settings), name="nanoserve", route_prefix="/")
-        wait_for_none(60)
+        wait_for(0, 60)
         yield f"http://127.0.0.1:{PORT}"
     finally:
         serve.shutdown()
@@ -46,11 +46,11 @@ def test_a_burst_from_nothing_is_served_whole_and_leaves_nothing(scaled_to_zero:
     assert len({outcome.retry_after[0] for outcome in refused}) > 1, "and not all with the same"
     assert course.counts[0][1] == 0
     assert course.most == 2
-    wait_for_none(60)
+    wait_for(0, 60)
 
 
 def test_what_comes_later_starts_a_replica_again(scaled_to_zero: str) -> None:
-    wait_for_none(60)
+    wait_for(0, 60)
     health, metrics = (httpx.get(f"{scaled_to_zero}/{path}", timeout=10) for path in ("health", "metrics"))
     assert (health.status_code, metrics.status_code) == (200, 200), "asleep is not ill"
     assert "nanoserve:engine_replicas{model_name=" in metrics.text

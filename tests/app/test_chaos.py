@@ -59,6 +59,24 @@ def test_clients_that_leave_within_a_tenth_of_a_second_orphan_nothing(pool: Pool
     assert httpx.post(f"{pool.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
+def test_a_session_stays_at_one_replica_through_both_ingresses(pool: Pool) -> None:
+    def prompt_tokens() -> dict[str, int]:
+        return {name: engine.prompt_tokens for name, engine in pool.engine_stats().items()}
+
+    def ask(session: str, prompt: int) -> None:  # on connections of their own, for both ingresses
+        body = {"prompt": [prompt] * 50, "max_tokens": 2, "ignore_eos": True}
+        headers = {"x-session-id": session}
+        assert httpx.post(f"{pool.url}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
+
+    before = prompt_tokens()
+    for prompt in range(10, 22):
+        ask("chat", prompt)
+    assert sorted(after - before[name] for name, after in prompt_tokens().items()) == [0, 0, 12 * 50]
+    for prompt in range(10, 22):
+        ask(f"chat {prompt}", prompt)
+    assert sum(after > before[name] for name, after in prompt_tokens().items()) > 1, "and not all sessions at one"
+
+
 def test_a_step_that_fails_is_told_to_its_requests_and_leaves_those_of_other_replicas(pool: Pool) -> None:
     def fail_next_step(actor: Any) -> None:
         engine = actor._replica_impl._user_callable_wrapper._callable._replica._step_loop.engine
@@ -139,6 +157,7 @@ def test_an_update_that_exceeds_its_drain_fails_no_request(pool: Pool) -> None:
          "temperature": 1.0, "seed": i}
         for i in range(4)
     ]  # fmt: skip
+    bodies.append(bodies[0] | {"max_tokens": 600, "structured_outputs": {"regex": "([a-f]{3}-){700}"}})
     report = Report()
 
     async def update() -> None:
