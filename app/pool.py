@@ -10,12 +10,10 @@ from collections.abc import Callable, Collection
 
 
 class Pool:
-    """silent: replicas that answer nothing, which get no request while there are others (`app.silence`)."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._replicas: frozenset[str] = frozenset()
-        self.silent: frozenset[str] = frozenset()
+        self._silent: frozenset[str] = frozenset()
         self._on_change: Callable[[int], None] | None = None
         self._routed: dict[str, int] = {}
         self.known = False
@@ -23,24 +21,40 @@ class Pool:
         self.hit_blocks = 0
 
     def follow(self, on_change: Callable[[int], None]) -> None:
-        """Call `on_change` with the number of replicas, now if it is known and at each change; in the routing
-        thread."""
+        """Call `on_change` with the number of replicas that take requests, now if it is known and at each change; in
+        the thread that tells of the change."""
         with self._lock:
             self._on_change = on_change
-            known, count = self.known, len(self._replicas)
+            known = self.known
         if known:
-            on_change(count)
+            on_change(self._count())
 
     def update(self, replicas: Collection[str]) -> None:
         with self._lock:
-            changed = not self.known or len(replicas) != len(self._replicas)
-            self.known = True
+            before, self.known = (self._count() if self.known else None), True
             self._replicas = frozenset(replicas)
-            self.silent &= self._replicas
+            self._silent &= self._replicas
             self._routed = {name: self._routed.get(name, 0) for name in self._replicas}
-            on_change = self._on_change
-        if changed and on_change is not None:
-            on_change(len(replicas))
+        self._tell(before)
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """Replicas that answer nothing, which get no request while there are others (`app.silence`)."""
+        return self._silent
+
+    def set_silent(self, replicas: Collection[str]) -> None:
+        with self._lock:
+            before = self._count()
+            self._silent = self._replicas.intersection(replicas)
+        self._tell(before)
+
+    def _count(self) -> int:
+        """One that is alone gets requests whether it answers or not."""
+        return len(self._replicas - self._silent) or len(self._replicas)
+
+    def _tell(self, before: int | None) -> None:
+        if self._on_change is not None and self._count() != before:
+            self._on_change(self._count())
 
     def note(self, replica: str, prompt_blocks: int, hit_blocks: int) -> None:
         """One request went to `replica`, which was thought to have `hit_blocks` of its full prompt blocks."""

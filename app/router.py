@@ -221,12 +221,12 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
     def _ranked(self, replicas: list[RunningReplica], request: PendingRequest | None) -> list[RunningReplica]:
-        """Best first."""
+        """Best first; without those that answer nothing, if there are others."""
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        if silent := self._pool.silent:
+            by_name = {name: replica for name, replica in by_name.items() if name not in silent} or by_name
         hashes, session = _keys(request)
         ranked, _ = self._affinity.rank(hashes, session, {name: self._busy(r) for name, r in by_name.items()})
-        if silent := self._pool.silent:
-            ranked.sort(key=silent.__contains__)
         return [by_name[name] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:

@@ -21,7 +21,6 @@ from uuid import uuid4
 from app.broadcast import answers_of, ask_all
 from app.engine_client import Delivery, EngineLimits, Message, Placed, Refusal, ReplicaLost, Submission
 from app.openai.errors import EngineFault
-from app.silence import SILENCE_S
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, Finished, FinishReason, StepOutput, TokenLogprobs
@@ -164,9 +163,8 @@ class ServeEngineClient:
         return max(0.0, time.monotonic() - since)
 
     def lose(self, replicas: frozenset[str]) -> None:
-        """Give up what these have, and what may be on its way to them: since long and not placed anywhere."""
-        late = time.monotonic() - SILENCE_S
-        lost = [stream for stream, since in self._unplaced.items() if since < late]
+        """Give up what these have, and what may be on its way to them."""
+        lost = list(self._unplaced)
         for (replica, carrier), streams in self._placed.items():
             if replica in replicas:
                 self._broken[replica] = max(carrier, self._broken.get(replica, 0))

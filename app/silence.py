@@ -24,7 +24,8 @@ LOOK_S = 1.0
 async def watch(handle: Any, pool: Pool, waits_s: Callable[[], float], lose: Callable[[frozenset[str]], None]) -> None:
     """Keep `pool.silent` true. Never returns.
 
-    waits_s: how long the request that has heard least has heard nothing. lose: takes the requests of replicas away.
+    waits_s: how long the request that has heard least has heard nothing. lose: takes the requests of replicas away,
+    and those that may be on their way there.
     """
     suspects: frozenset[str] = frozenset()
     while True:
@@ -38,7 +39,7 @@ async def watch(handle: Any, pool: Pool, waits_s: Callable[[], float], lose: Cal
         except Exception:  # no replica is there any more
             continue
         suspects, before = asked - answered if answered else frozenset(), suspects
-        silent = suspects & (before | pool.silent) & pool.replicas
-        pool.silent = silent
-        if silent:
-            lose(silent)
+        known = pool.silent
+        pool.set_silent(suspects & (before | known))
+        if new := pool.silent - known:
+            lose(new)

@@ -61,7 +61,6 @@ class Silent:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SILENCE_S", "ANSWER_S"):
         monkeypatch.setattr(f"app.silence.{name}", 0.1)
-    monkeypatch.setattr("app.serve_client.SILENCE_S", 0.1)
     monkeypatch.setattr("app.silence.LOOK_S", 0.02)
 
 
@@ -160,17 +159,44 @@ def ranked() -> Any:
 
     router = AffinityRouter.__new__(AffinityRouter)
     router._pool = Pool()
-    router._affinity = SimpleNamespace(rank=lambda *_: (["a", "b", "c"], {}))
+    router._affinity = SimpleNamespace(rank=lambda _, __, busy: (sorted(busy), {}))
     router._busy = lambda _: None
     replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "abc"]
     return lambda: [replica.replica_id.unique_id for replica in router._ranked(replicas, None)], router._pool
 
 
-def test_a_silent_replica_is_the_last_choice(ranked: Any) -> None:
+def test_a_silent_replica_gets_nothing_while_there_are_others(ranked: Any) -> None:
     rank, pool = ranked
     pool.update("abc")
     assert rank() == ["a", "b", "c"]
-    pool.silent = frozenset("a")
-    assert rank() == ["b", "c", "a"]
+    pool.set_silent("ab")
+    assert rank() == ["c"]
+    pool.set_silent("abc")
+    assert rank() == ["a", "b", "c"]
     pool.update("bc")
-    assert pool.silent == frozenset(), "one that is gone is forgotten"
+    assert pool.silent == {"b", "c"}, "one that is gone is forgotten"
+
+
+def test_the_queue_goes_by_those_that_take_requests() -> None:
+    counts: list[int] = []
+    pool = Pool()
+    pool.update("abc")
+    pool.follow(counts.append)
+    for silent in ("a", "ab", "ab", "abc", ""):
+        pool.set_silent(silent)
+    pool.update("ab")
+    pool.update("")
+    assert counts == [3, 2, 1, 3, 2, 0]
+
+
+async def test_one_that_waits_for_a_place_is_given_up_once_and_not_again_and_again() -> None:
+    async with two_replicas() as it:
+        asked = it.ask(2)
+        await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
+        it.stop(0)
+        it.gates[1].open.clear()  # and the other one is long in a step
+        await until(lambda: it.pool.silent == {"replica 0"}, 5)
+        await until(lambda: names(it).count("name") >= 6, 5)
+        assert it.client.counts.resubmitted == 1
+        it.gates[1].open.set()
+        assert [len(ids) for ids, _ in await asyncio.gather(*asked)] == [NUM_TOKENS] * 2
