@@ -122,7 +122,10 @@ def bytes_of(weight: Packed) -> int:
         return bytes_of(weight.data)
     if isinstance(weight, torch.Tensor):
         return weight.nbytes
-    return weight.data.nbytes + weight.scale.nbytes + (0 if weight.offset is None else weight.offset.nbytes)
+    read = weight.data.nbytes + weight.scale.nbytes
+    if weight.rest is not None:
+        return read + weight.rest.data.nbytes + weight.rest.scale.nbytes
+    return read + (0 if weight.offset is None else weight.offset.nbytes)
 
 
 def quantized_linear_rows() -> list[Row]:

@@ -184,9 +184,17 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def quantized_linear(
-    x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, n: int, gated: bool, bias: Tensor | None
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    rest: Tensor | None,
+    rest_scale: Tensor | None,
+    n: int,
+    gated: bool,
+    bias: Tensor | None,
 ) -> Tensor:
-    out: Tensor = _ops.quantized_linear.default(x, data, scale, offset, n, gated, bias)
+    out: Tensor = _ops.quantized_linear.default(x, data, scale, offset, rest, rest_scale, n, gated, bias)
     return out
 
 
@@ -197,11 +205,15 @@ def norm_quantized_linear(
     data: Tensor,
     scale: Tensor,
     offset: Tensor | None,
+    rest: Tensor | None,
+    rest_scale: Tensor | None,
     n: int,
     gated: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    out: Tensor = _ops.norm_quantized_linear.default(x, weight, eps, data, scale, offset, n, gated, bias)
+    out: Tensor = _ops.norm_quantized_linear.default(
+        x, weight, eps, data, scale, offset, rest, rest_scale, n, gated, bias
+    )
     return out
 
 
@@ -213,11 +225,13 @@ def add_norm_quantized_linear(
     data: Tensor,
     scale: Tensor,
     offset: Tensor | None,
+    rest: Tensor | None,
+    rest_scale: Tensor | None,
     n: int,
     gated: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     out: tuple[Tensor, Tensor] = _ops.add_norm_quantized_linear.default(
-        x, residual, weight, eps, data, scale, offset, n, gated, bias
+        x, residual, weight, eps, data, scale, offset, rest, rest_scale, n, gated, bias
     )
     return out

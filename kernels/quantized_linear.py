@@ -1,10 +1,11 @@
 """A dense layer in whole numbers: y = x W^T + bias, optionally with an RMSNorm before it and SwiGLU after it.
 
 Used by every projection and the output head when a model runs with `quantization="int8"`. Weights are quantised once
-(`kernels.quantized_weight`), activations to 8 bits as they come, with a scale for each GROUP of them along k (after
-ZeroQuant, Yao et al., 2022). A transformer's outliers sit in few channels and would take the precision of their group:
-those of each row stay in float32 (after LLM.int8(), Dettmers et al., 2022), which divides the divergence from float32
-by three. Products of a group are added up exactly in whole numbers, groups and then outliers in float32.
+(`kernels.quantized_weight`), activations to 8 bits as they come, with a step for each GROUP of them along k (after
+ZeroQuant, Yao et al., 2022), here a power of two. A transformer's outliers sit in few channels and would take the
+precision of their group: those of each row stay in float32 (after LLM.int8(), Dettmers et al., 2022), which divides the
+divergence from float32 by three. Products of a group are added up exactly in whole numbers, groups and then outliers in
+float32.
 """
 
 from dataclasses import replace
@@ -24,11 +25,15 @@ TINY = 1e-30
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: float32 [..., n] -> (whole numbers from -127 to 127, still float32 [..., n], scale [..., 1])."""
+    """x: float32 [..., n] -> (whole numbers from -127 to 127, still float32 [..., n], step [..., 1]).
+
+    A step is a power of two: a kernel then need not multiply by it.
+    """
     top = x.abs().amax(-1, keepdim=True)
-    # full_like: torch turns number / tensor into a reciprocal and a product, rounded twice.
-    inverse = torch.where(top > TINY, torch.full_like(top, 127.0) / top, 0.0)
-    return (x * inverse).round_(), top / 127.0  # halves go to even
+    bits = (top / 127.0).view(torch.int32)
+    step = (bits + 0x7FFFFF & 0x7F800000).view(torch.float32)  # rounded up to an exponent without a mantissa
+    step = torch.where(top > TINY, step, 1.0)
+    return (x / step).round_(), step  # halves go to even
 
 
 def without_outliers(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +47,7 @@ def without_outliers(groups: Tensor) -> tuple[Tensor, Tensor]:
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """x: [..., k], bias: [n] -> float32 [..., n], or [..., n / 2] of a gated weight."""
     if cpu_ops.usable(x):
-        return cpu_ops.quantized_linear(x, weight.data, weight.scale, weight.offset, weight.n, weight.gated, bias)
+        return cpu_ops.quantized_linear(x, *_operands(weight), bias)
     return reference(x, weight, bias)
 
 
@@ -69,33 +74,49 @@ def norm_quantized_linear(
     x, residual: [..., k], no residual counts as zero; norm: [k], the weight of the RMSNorm; bias: [n].
     """
     if cpu_ops.usable(x):
-        packed = (weight.data, weight.scale, weight.offset, weight.n, weight.gated, bias)
         if residual is None:
-            return cpu_ops.norm_quantized_linear(x, norm, eps, *packed), x
-        return cpu_ops.add_norm_quantized_linear(x, residual, norm, eps, *packed)
+            return cpu_ops.norm_quantized_linear(x, norm, eps, *_operands(weight), bias), x
+        return cpu_ops.add_norm_quantized_linear(x, residual, norm, eps, *_operands(weight), bias)
     total = x if residual is None else residual + x
     return reference(rms_norm.reference(total, norm, eps), weight, bias), total
 
 
 def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    y = torch.zeros(*x.shape[:-1], len(weight.data) * PANEL)
+    quiet, loud = without_outliers(F.pad(x.float(), (0, -weight.k % GROUP)).unflatten(-1, (-1, GROUP)))
     codes = weight.codes().flatten(0, 1)  # [columns, k / GROUP, GROUP]
     scales = weight.scale.transpose(1, 2).flatten(0, 1).float()  # [columns, k / GROUP]
-    offsets = None if weight.offset is None else weight.offset.transpose(1, 2).flatten(0, 1).float()
-    quiet, loud = without_outliers(F.pad(x.float(), (0, -weight.k % GROUP)).unflatten(-1, (-1, GROUP)))
+    if weight.offset is not None:
+        codes -= 8
     values, steps = quantize(quiet)
-    for g in range(codes.shape[1]):
-        part, step = values[..., g, :], steps[..., g, :]
-        # Whole numbers under 2^24: exact in float32 in whatever order they are added.
-        y += F.linear(part, codes[:, g]) * (scales[:, g] * step)
-        if offsets is not None:
-            y += offsets[:, g] * (part.sum(-1, keepdim=True) * step)
-    weights = codes * scales[..., None] + (0.0 if offsets is None else offsets[..., None])
+    y = _sum_of_products(values, steps, codes, scales)
+    weights = codes * scales[..., None]
+    if weight.rest is not None:
+        rests, rest_scale = weight.rest.codes().flatten(0, 1), weight.rest.scale.flatten()[:, None].float()
+        groups = scales.shape[1]
+        sums = F.pad(values.sum(-1) * steps.squeeze(-1), (0, -groups % GROUP)).unflatten(-1, (-1, GROUP))
+        padded = F.pad(rests, (0, sums.shape[-2] * GROUP - rests.shape[1])).unflatten(-1, (-1, GROUP))
+        y += _sum_of_products(*quantize(sums), padded, rest_scale.expand(-1, sums.shape[-2]))
+        weights += (rests * rest_scale)[:, :groups, None]
     y += F.linear(loud.flatten(-2), weights.flatten(1))
     y = y[..., _gated_order(weight.n)] if weight.gated else y[..., : weight.n]
     if bias is not None:
         y = y + bias
     return activation.reference(y) if weight.gated else y
+
+
+def _sum_of_products(values: Tensor, steps: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """values: whole numbers [..., groups, GROUP], steps: [..., groups, 1], codes: [columns, groups, GROUP],
+    scales: [columns, groups] -> [..., columns]."""
+    y = torch.zeros(*values.shape[:-2], len(codes))
+    for g in range(codes.shape[1]):
+        # Whole numbers under 2^24: exact in float32 in whatever order they are added.
+        y += F.linear(values[..., g, :], codes[:, g]) * (scales[:, g] * steps[..., g, :])
+    return y
+
+
+def _operands(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int, bool]:
+    data, scale = (None, None) if weight.rest is None else (weight.rest.data, weight.rest.scale)
+    return weight.data, weight.scale, weight.offset, data, scale, weight.n, weight.gated
 
 
 def _gated_order(n: int) -> Tensor:

@@ -7,7 +7,7 @@ as it was.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,22 @@ _FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """offset + 8 * scale of each group, in 8 bits: a weight is about scale * (code - 8) + that, which is small.
+
+    So the offsets' part of a product is one of whole numbers too, of the sums of groups of activations.
+    data: uint8 [panels, k / GROUP / 4 rounded up, PANEL, 4], 128 added; scale: float16 [panels, PANEL].
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    def codes(self) -> Tensor:
+        """float32 [panels, PANEL, k / GROUP rounded up to 4]."""
+        return self.data.transpose(1, 2).flatten(2).float() - 128.0
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A [n, k] weight as codes in panels of PANEL output columns, padded: columns to panels, k to groups.
 
@@ -39,6 +55,7 @@ class QuantizedWeight:
     else: a weight is scale * code + offset, codes from 0 to 15;
         data: uint8 [panels, k / 8, PANEL, 4], of each eight the first four in the low halves.
     scale, offset: float16 [panels, k / GROUP, PANEL].
+    rest: what `quantized_linear` takes in place of an offset, as made by `quantize_weight`.
     gated: rows are a gate projection, then an up projection, as in SwiGLU; their panels alternate, and the layer
         gives SiLU(gate) * up, n / 2 columns.
     """
@@ -49,6 +66,7 @@ class QuantizedWeight:
     n: int
     k: int
     gated: bool
+    rest: Rest | None = None
 
     def codes(self) -> Tensor:
         """float32 [panels, PANEL, k / GROUP, GROUP]."""
@@ -79,7 +97,7 @@ def quantize_weight(*parts: Tensor, gated: bool = False) -> QuantizedWeight:
     gated: see `QuantizedWeight`; the parts are then gate and up, or one of an even number of rows for both.
     """
     if found := exact_codes(*parts, gated=gated):
-        return found
+        return found if found.offset is None else replace(found, rest=_rest(found.scale, found.offset))
     made = _empty(parts, gated, offset=False)
     _fill(made, parts, _rounded)
     return made
@@ -98,6 +116,13 @@ def exact_codes(*parts: Tensor, gated: bool = False) -> QuantizedWeight | None:
         if _fill(made, parts, make):
             return made
     return None
+
+
+def _rest(scale: Tensor, offset: Tensor) -> Rest:
+    codes, step, _ = _rounded((offset.float() + 8 * scale.float()).transpose(1, 2))  # [panels, PANEL, k / GROUP]
+    fours = (F.pad(codes, (0, -codes.shape[2] % 4)) + 128).unflatten(2, (-1, 4)).transpose(1, 2)
+    data = huge_pages.empty(fours.shape, torch.uint8)
+    return Rest(data.copy_(fours), step)
 
 
 _Codes = tuple[Tensor, Tensor, Tensor | None]

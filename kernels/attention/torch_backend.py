@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.attention.backend import FP8, FP8_MAX, AttentionBackend, scale_width
 from kernels.attention.metadata import AttentionMetadata
-from kernels.quantized_linear import TINY, quantize
+from kernels.quantized_linear import TINY
 from kernels.zeros import lazy_zeros
 
 
@@ -71,7 +71,7 @@ class TorchBackend(AttentionBackend):
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not scale_width(dtype):
         return x.to(dtype)
-    values, scale = _quantize_fp8(x.float()) if dtype is FP8 else quantize(x.float())
+    values, scale = (_quantize_fp8 if dtype is FP8 else _quantize_int8)(x.float())
     return torch.cat((values.to(dtype).view(torch.uint8), scale.view(torch.uint8)), dim=-1)
 
 
@@ -87,10 +87,21 @@ def _loaded(x: Tensor) -> Tensor:
 
 
 def _quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: float32 [..., n] -> (values up to FP8_MAX, not yet rounded, scale [..., 1]); as `quantize` for int8."""
+    """x: float32 [..., n] -> (values up to FP8_MAX, not yet rounded, scale [..., 1])."""
+    return _scaled(x, FP8_MAX)
+
+
+def _quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: float32 [..., n] -> (whole numbers from -127 to 127, still float32, scale [..., 1])."""
+    values, scale = _scaled(x, 127.0)
+    return values.round_(), scale  # halves go to even
+
+
+def _scaled(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     top = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(top > TINY, torch.full_like(top, FP8_MAX) / top, 0.0)
-    return x * inverse, top / FP8_MAX
+    # full_like: torch turns number / tensor into a reciprocal and a product, rounded twice.
+    inverse = torch.where(top > TINY, torch.full_like(top, most) / top, 0.0)
+    return x * inverse, top / most
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, soft_cap: float = 0.0) -> Tensor:

@@ -94,7 +94,16 @@ struct Codes {
   const uint8_t* data;     // [panels, k / 4, kPanel, 4]; with an offset 4 bits each, [panels, k / 8, kPanel, 4]
   const uint16_t* scale;   // float16 [panels, k / kGroup, kPanel]
   const uint16_t* offset;  // as scale
+  // Where there is an offset, for `quantized_linear` alone: offset + 8 * scale as rest_scale * (rest - 128), so that a
+  // weight is about scale * (code - 8) + that.
+  const uint8_t* rest;         // [panels, k / kGroup / 4 rounded up, kPanel, 4]
+  const uint16_t* rest_scale;  // float16 [panels, kPanel]
 };
+
+// Quantised groups of a row: those of its values, and with 4-bit weights those of the sums of these.
+static inline constexpr int64_t row_groups(int64_t groups, bool nibbles) {
+  return groups + (nibbles ? (groups + kGroup - 1) / kGroup : 0);
+}
 
 // y: [rows, n] = x: [rows, k] times the packed weight, which is one of w_float, w_bfloat16 and codes; the others are
 // null. bias may be null.
@@ -109,7 +118,8 @@ struct Linear {
   float* panels;  // scratch for each thread where there are codes: k * kPanel
 };
 
-constexpr float kTiny = 1e-30f;    // activations under this are zero: 127 divided by it might be infinite
+constexpr float kTiny = 1e-30f;  // a group of activations under this is zero, and one above kHuge becomes NaN: the
+constexpr float kHuge = 1e30f;   // powers of two that go with them are far from the ends of float32's range
 constexpr int64_t kLoneRows = 4;   // up to so many rows each thread quantises for itself rather than wait
 constexpr int kActivationGroupBytes = 20 + 4 * kGroup;  // a quantised group and an outlier at most
 constexpr int kTileOutlierBytes = 20;
@@ -132,7 +142,7 @@ struct QuantizedLinear {
   bool gated;
   float* out;
   float* lines;       // scratch for each thread: kGroup + 1 for each group
-  void* activations;  // scratch: kActivationGroupBytes for each group of `rows` rows, or of kLoneRows for each thread
+  void* activations;  // scratch: kActivationGroupBytes for each of the `row_groups` of `rows` rows, or of kLoneRows for each thread
   void* outliers;     // scratch for each thread: kTileOutlierBytes for each group of kQuantizedRowBlock rows, or of `rows`
 };
 

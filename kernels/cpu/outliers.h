@@ -33,14 +33,16 @@ struct Activations {
   ActivationGroup* x;
   Outlier* outliers;
   int64_t groups;
+  bool nibbles;  // whether the weights have 4 bits
 
-  Activations from(int64_t row) const { return {x + row * groups, outliers + row * groups, groups}; }
+  int64_t width() const { return row_groups(groups, nibbles); }
+  Activations from(int64_t row) const { return {x + row * width(), outliers + row * groups, groups, nibbles}; }
 };
 
-// memory: for `rows` rows, kActivationGroupBytes a group.
-INLINE Activations activations_in(void* memory, int64_t rows, int64_t groups) {
+// memory: for `rows` rows, kActivationGroupBytes for each of their `row_groups`.
+INLINE Activations activations_in(void* memory, int64_t rows, int64_t groups, bool nibbles) {
   ActivationGroup* x = static_cast<ActivationGroup*>(memory);
-  return {x, reinterpret_cast<Outlier*>(x + rows * groups), groups};
+  return {x, reinterpret_cast<Outlier*>(x + rows * row_groups(groups, nibbles)), groups, nibbles};
 }
 
 // One row: x, of whole groups, which is left without its outliers. tops: room for a number of each group.
@@ -49,6 +51,8 @@ INLINE void quantize_values(float* x, float* tops, const Activations& to) {
   for (int64_t g = 0; g < to.groups; ++g) total += tops[g] = largest_magnitude(x + g * kGroup, kGroup);
   const float loud = total * (kOutlier / static_cast<float>(to.groups));
   Outlier *next = to.outliers, *const last = next + to.groups - 1;
+  ActivationGroup* rest = to.x + to.groups;
+  float sums[kGroup] = {};
   for (int64_t g = 0; g < to.groups; ++g) {
     float top = tops[g];
     if (top > loud) {
@@ -59,9 +63,17 @@ INLINE void quantize_values(float* x, float* tops, const Activations& to) {
       }
       top = largest_magnitude(x + g * kGroup, kGroup);
     }
-    quantize_group(x + g * kGroup, top, to.x[g]);
+    sums[g % kGroup] = quantize_group(x + g * kGroup, top, zero_code(to.nibbles), to.x[g]);
+    if (to.nibbles && ((g + 1) % kGroup == 0 || g + 1 == to.groups)) {
+      quantize_group(sums, largest_magnitude(sums, kGroup), zero_code(false), *rest++);
+      for (float& sum : sums) sum = 0.0f;
+    }
   }
   next->at = kNoMore;
+}
+
+INLINE Vec code_values(LaneVec codes, int32_t zero, const uint16_t* scale) {
+  return __builtin_convertvector(reinterpret_cast<const IntVec&>(codes) - zero, Vec) * load_half(scale);
 }
 
 // The values of VECS vectors of columns at dimension `at`; panel: from the first of these columns on.
@@ -74,10 +86,11 @@ INLINE void weights_at(const Codes& panel, int32_t at, Vec (&w)[VECS]) {
   for (int j = 0; j < VECS; ++j) {
     const int64_t column = group + j * kLanes;
     const LaneVec words = *reinterpret_cast<const LaneVecUnaligned*>(data + j * kLanes * 4);
-    const LaneVec code = words >> shift & (NIBBLES ? 15u : 255u);
-    const Vec scale = load_half(panel.scale + column);
-    const Vec offset = NIBBLES ? load_half(panel.offset + column) : scale * -128.0f;
-    w[j] = __builtin_convertvector(reinterpret_cast<const IntVec&>(code), Vec) * scale + offset;
+    w[j] = code_values(words >> shift & (NIBBLES ? 15u : 255u), zero_code(NIBBLES), panel.scale + column);
+    if (!NIBBLES) continue;
+    const int g = at / kGroup;
+    const LaneVec fours = *reinterpret_cast<const LaneVecUnaligned*>(panel.rest + (g / 4 * kPanel + j * kLanes) * 4);
+    w[j] += code_values(fours >> (g % 4 * 8) & 255u, zero_code(false), panel.rest_scale + j * kLanes);
   }
 }
 
@@ -99,7 +112,8 @@ template <int ROWS, bool NIBBLES>
 static void outlier_tile(const TileOutlier* outliers, const Codes& panel, float* out) {
   constexpr int vecs = kLanes == 16 ? 3 : 2;
   for (int c = 0; c < kPanel; c += vecs * kLanes) {
-    const Codes columns = {panel.data + c * 4, panel.scale + c, panel.offset ? panel.offset + c : nullptr};
+    const Codes columns = {panel.data + c * 4, panel.scale + c, nullptr, NIBBLES ? panel.rest + c * 4 : nullptr,
+                           NIBBLES ? panel.rest_scale + c : nullptr};
     Vec total[ROWS][vecs];
     for (int r = 0; r < ROWS; ++r)
       for (int j = 0; j < vecs; ++j) total[r][j] = load(out + r * kPanel + c + j * kLanes);

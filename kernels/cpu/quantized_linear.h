@@ -1,10 +1,11 @@
-// y = x W^T with W as codes of 8 or 4 bits (`Codes`) and x in 8 bits, with a scale for each kGroup of a row.
+// y = x W^T with W as codes of 8 or 4 bits (`Codes`) and x in 8 bits, with a step for each kGroup of a row.
 //
 // Codes are bytes without a sign in panels of kPanel columns: [panels, k / 4, kPanel, 4]. A 32-bit lane then holds four
 // dimensions of one column, which a VNNI instruction multiplies by four activations and adds up; of 4-bit codes it
-// holds eight, four in the low halves of its bytes and the four after them in the high halves. The sum of a group of
-// 8-bit codes starts from -128 times the sum of its activations, so it comes out exact in whole numbers on every
-// instruction set; groups are added in float32, in order, so a row's result is the same bits in every batch.
+// holds eight, four in the low halves of its bytes and the four after them in the high halves. The sum of a group starts
+// from -128 or -8 times the sum of its activations, so it comes out exact in whole numbers on every instruction set;
+// groups are added in float32, in order, so a row's result is the same bits in every batch. What 4-bit codes stand for
+// besides, `Codes::rest`, is a product of its own behind them, in which the sums of groups are the activations.
 #pragma once
 
 #include "codes.h"
@@ -48,7 +49,7 @@ INLINE void multiply_panel(const Codes& panel, const Codes* next, const Activati
   each_piece(rows, tiles, [&](int64_t i, int64_t first, int64_t height) {
     const int begin = static_cast<int>(all * i / tiles), end = static_cast<int>(all * (i + 1) / tiles);
     const Ahead ahead = next ? Ahead{*next, begin, end} : Ahead{};
-    quantized_lines<NIBBLES>(x.x + first * x.groups, height, panel, x.groups, ahead, lines + first * kPanel);
+    quantized_lines<NIBBLES>(x.from(first).x, height, panel, x.groups, ahead, lines + first * kPanel);
     outlier_lines<NIBBLES>(outliers + first * x.groups, height, panel, lines + first * kPanel);
   });
 }
@@ -117,13 +118,13 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
   const int64_t row_blocks = (a.rows + kQuantizedRowBlock - 1) / kQuantizedRowBlock;
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
   const int64_t run = row_blocks > 1 ? 1 : max(1, panels / (threads * 4)), runs = (panels + run - 1) / run;
-  const bool alone = a.rows <= kLoneRows;
+  const bool alone = a.rows <= kLoneRows, nibbles = a.codes.offset;
   int64_t next_row = 0, done = 0, next = 0;
   team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
     float* line = a.lines + thread * groups * (kGroup + 1);
     char* memory = static_cast<char*>(a.activations);
-    if (alone) memory += thread * a.rows * groups * kActivationGroupBytes;
-    const Activations x = activations_in(memory, a.rows, groups);
+    if (alone) memory += thread * a.rows * row_groups(groups, nibbles) * kActivationGroupBytes;
+    const Activations x = activations_in(memory, a.rows, groups, nibbles);
     if (alone) {
       for (int64_t row = 0; row < a.rows; ++row)
         quantize_row(a, row, line, thread == 0 ? a.total : nullptr, x.from(row));
@@ -154,7 +155,7 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
         each_piece(rows, count, [&](int64_t j, int64_t begin, int64_t height) {
           const int64_t next_panel = j + 1 < count ? -1 : then;
           const Activations part = x.from(row + begin);
-          if (a.codes.offset)
+          if (nibbles)
             quantized_panel<true>(a, part, outliers + begin * groups, panel, next_panel, row + begin, height);
           else
             quantized_panel<false>(a, part, outliers + begin * groups, panel, next_panel, row + begin, height);

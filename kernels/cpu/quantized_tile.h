@@ -88,20 +88,31 @@ INLINE void store_activations(IntVec x, int32_t* to) {
 
 constexpr int kSteps = kGroup / 4;
 
-// kGroup values of a row.
+// kGroup values of a row: whole numbers times a step that is a power of two.
+//
+// So the step costs no multiplication. A sum of products begins with the bits of `origin`, a float in whose last place
+// one is worth a step: in the end it is, read as a float, `origin` plus as many steps as the sum is, exactly.
 struct ActivationGroup {
-  int32_t start;  // -128 times the sum of the values
-  float scale;
-  float sum;  // of the values, scaled
+  int32_t start;  // the bits of `origin`, less the codes' zero times the sum of the whole numbers
+  float origin;   // 1.5 * 2^23 steps, or NaN
   int32_t words[kSteps * kParts];
 };
 
 static_assert(sizeof(ActivationGroup) <= kActivationGroupBytes);
 
-// Quantise kGroup values, the largest of magnitude `top`: it becomes 127, ties round to even. NaN and infinity make the
-// scale NaN or infinite, so they are not lost.
-INLINE void quantize_group(const float* x, float top, ActivationGroup& to) {
-  const float inverse = top > kTiny ? 127.0f / top : 0.0f;
+// The code that counts as zero. Where it stands for something else, that is in `Codes::rest`.
+constexpr int32_t zero_code(bool nibbles) { return nibbles ? 8 : 128; }
+
+// The smallest power of two that is not less than x, a normal number.
+INLINE float power_of_two(float x) {
+  return __builtin_bit_cast(float, (__builtin_bit_cast(int32_t, x) + 0x7fffff) & 0x7f800000);
+}
+
+// Quantise kGroup values, the largest of magnitude `top`, to at most 127 steps; ties round to even. Returns the sum of what
+// they come to. NaN and infinity make `origin` NaN, so they are not lost.
+INLINE float quantize_group(const float* x, float top, int32_t zero, ActivationGroup& to) {
+  const bool usable = top > kTiny && top < kHuge;
+  const float step = usable ? power_of_two(top / 127.0f) : 1.0f, inverse = usable ? 1.0f / step : 0.0f;
   IntVec sums = {};
   for (int i = 0; i < kGroup; i += kLanes) {
     const IntVec q = round_to_int(load(x + i) * inverse);
@@ -109,9 +120,9 @@ INLINE void quantize_group(const float* x, float top, ActivationGroup& to) {
     store_activations(q, to.words + i / 4 * kParts);
   }
   const int32_t sum = reduce(sums, [](IntQuad a, IntQuad b) { return a + b; });
-  to.start = -128 * sum;
-  to.scale = top / 127.0f;
-  to.sum = static_cast<float>(sum) * to.scale;
+  to.origin = top < kHuge ? 12582912.0f * step : __builtin_nanf("");
+  to.start = __builtin_bit_cast(int32_t, to.origin) - zero * sum;
+  return static_cast<float>(sum) * step;
 }
 
 // Four dimensions of kLanes columns, step `i` of a group; w: the group's codes from the first of these columns on.
@@ -137,9 +148,36 @@ INLINE void fetch(const Ahead& ahead, int64_t g) {
   for (int line = ahead.first; line < ahead.last; ++line)
     __builtin_prefetch(ahead.panel.data + g * group_bytes(NIBBLES) + line * 64);
   if (ahead.first > 0 || ahead.last == 0) return;
-  for (int c = 0; c < kPanel; c += kPanel / 2) {
-    __builtin_prefetch(ahead.panel.scale + g * kPanel + c);
-    if (NIBBLES) __builtin_prefetch(ahead.panel.offset + g * kPanel + c);
+  for (int c = 0; c < kPanel; c += kPanel / 2) __builtin_prefetch(ahead.panel.scale + g * kPanel + c);
+}
+
+// A panel's `rest`, which is read after all of its groups, is fetched with the first of them: four groups' at a time.
+INLINE void fetch_rest(const Codes& panel, int64_t g, int64_t groups) {
+  if (g < fours_in(groups))
+    for (int line = 0; line < kPanel / 16; ++line) __builtin_prefetch(panel.rest + (g * kPanel + line * 16) * 4);
+  if (g < 2) __builtin_prefetch(panel.rest_scale + g * (kPanel / 2));
+}
+
+// Add the products of one group of ROWS rows to their totals. x: the first row's group, the others' `stride` behind each
+// other; w, scale: the group's, from the first of these columns on; steps: of the group that have activations.
+template <bool NIBBLES, bool WHOLE, int ROWS, int VECS>
+INLINE void add_group(const ActivationGroup* x, int64_t stride, const uint8_t* w, const uint16_t* scale, int64_t steps,
+                      Vec (&total)[ROWS][VECS]) {
+  IntVec acc[ROWS][VECS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int j = 0; j < VECS; ++j) acc[r][j] = splat(x[r * stride].start);
+#pragma GCC unroll 8
+  for (int i = 0; i < kSteps; ++i) {
+    if (!WHOLE && i >= steps) break;
+    LaneVec weights[VECS][kParts];
+    for (int j = 0; j < VECS; ++j) split_weights(load_codes<NIBBLES>(w + j * kLanes * 4, i), weights[j]);
+    for (int r = 0; r < ROWS; ++r)
+      for (int j = 0; j < VECS; ++j) multiply_add(acc[r][j], weights[j], x[r * stride].words + i * kParts);
+  }
+  for (int j = 0; j < VECS; ++j) {
+    const Vec scales = load_half(scale + j * kLanes);
+    for (int r = 0; r < ROWS; ++r)
+      total[r][j] += (reinterpret_cast<const Vec&>(acc[r][j]) - x[r * stride].origin) * scales;
   }
 }
 
@@ -147,32 +185,18 @@ INLINE void fetch(const Ahead& ahead, int64_t g) {
 template <int ROWS, bool NIBBLES>
 static void quantized_tile(const ActivationGroup* x, const Codes& panel, int64_t groups, Ahead ahead, float* out) {
   constexpr int vecs = tile_vecs(ROWS);
+  const int64_t stride = row_groups(groups, NIBBLES);
   for (int c = 0; c < kPanel; c += vecs * kLanes) {
-    const uint8_t* w = panel.data + c * 4;
     Vec total[ROWS][vecs] = {};
-    for (int64_t g = 0; g < groups; ++g, w += group_bytes(NIBBLES)) {
+    for (int64_t g = 0; g < groups; ++g) {
       if (c == 0) fetch<NIBBLES>(ahead, g);
-      IntVec acc[ROWS][vecs];
-      for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < vecs; ++j) acc[r][j] = splat(NIBBLES ? 0 : x[r * groups + g].start);
-#pragma GCC unroll 8
-      for (int i = 0; i < kSteps; ++i) {
-        LaneVec weights[vecs][kParts];
-        for (int j = 0; j < vecs; ++j) split_weights(load_codes<NIBBLES>(w + j * kLanes * 4, i), weights[j]);
-        for (int r = 0; r < ROWS; ++r)
-          for (int j = 0; j < vecs; ++j) multiply_add(acc[r][j], weights[j], x[r * groups + g].words + i * kParts);
-      }
-      for (int j = 0; j < vecs; ++j) {
-        const Vec scale = load_half(panel.scale + g * kPanel + c + j * kLanes);
-        for (int r = 0; r < ROWS; ++r)
-          total[r][j] += __builtin_convertvector(acc[r][j], Vec) * (scale * x[r * groups + g].scale);
-      }
-      if (NIBBLES)
-        for (int j = 0; j < vecs; ++j) {
-          const Vec offset = load_half(panel.offset + g * kPanel + c + j * kLanes);
-          for (int r = 0; r < ROWS; ++r) total[r][j] += offset * x[r * groups + g].sum;
-        }
+      if (c == 0 && NIBBLES) fetch_rest(panel, g, groups);
+      add_group<NIBBLES, true>(x + g, stride, panel.data + g * group_bytes(NIBBLES) + c * 4,
+                               panel.scale + g * kPanel + c, kSteps, total);
     }
+    for (int64_t g = 0; g < stride - groups; ++g)
+      add_group<false, false>(x + groups + g, stride, panel.rest + g * group_bytes(false) + c * 4, panel.rest_scale + c,
+                              fours_in(groups) - g * kSteps, total);
     for (int r = 0; r < ROWS; ++r)
       for (int j = 0; j < vecs; ++j) store(out + r * kPanel + c + j * kLanes, total[r][j]);
   }
