@@ -115,7 +115,6 @@ struct Linear {
   Codes codes;
   const float* bias;
   float* out;
-  float* panels;  // scratch for each thread where there are codes: k * kPanel
 };
 
 constexpr float kTiny = 1e-30f;  // a group of activations under this is zero, and one above kHuge becomes NaN: the

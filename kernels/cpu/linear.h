@@ -1,153 +1,149 @@
 // y = x W^T + bias with W in panels of kPanel output columns: [panels, k, kPanel] as float32, in pairs of dimensions,
 // [panels, k / 2, kPanel, 2], as bfloat16, or as `Codes`.
 //
-// Narrow storage cuts what a decode step reads, which is what limits it; values are widened to float32 in registers.
-// bfloat16 also for many rows: widening a panel once into the cache would leave memory idle during the sums and was
-// slower. Codes take more work, so for more rows than a tile has a panel is decoded once.
+// Narrow storage cuts what a decode step reads, which is what limits it. A few dimensions of a panel meet all rows of an
+// item before the next ones do, so they are read and widened once and are in the first-level cache then; meanwhile the
+// panel that comes next is fetched. A sum runs over k in order and in float32 whatever the tile and the storage, so a
+// row's result is the same bits in every batch.
 #pragma once
 
-#include "codes.h"
 #include "kernels.h"
+#include "linear_tile.h"
 #include "simd.h"
 #include "team.h"
 
-constexpr int kLinearRows = kLanes == 16 ? 8 : 4;  // rows held in registers
-constexpr int kLinearVecs = 3;                     // vectors of columns held for each of them
-constexpr int kLinearColumns = kLinearVecs * kLanes;
-constexpr int64_t kRowBlock = 128;                // rows of an item: x of that many stays in the second-level cache
+constexpr int64_t kRowBlock = 128;  // rows of an item: x of that many stays in the second-level cache
+constexpr int64_t kDepth = 96;      // dimensions that meet all rows before the next ones
 
-typedef uint32_t WordVec __attribute__((vector_size(kLanes * 4), may_alias));
-typedef uint32_t WordVecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-
-// Two bfloat16 values of one column: dimension 2 i in the low half, 2 i + 1 in the high half. A bfloat16 is the upper
-// half of the float32 of the same value, so a shift and a mask widen both.
-struct Pair {
-  uint32_t bits;
+struct LinearScratch {
+  alignas(64) float wide[kDepth * kPanel];      // some dimensions of a panel
+  alignas(64) float lines[kRowBlock * kPanel];  // a panel's columns of the rows of an item
 };
 
-template <typename Weight>
-constexpr int kDepth = 1;  // dimensions that one load covers
-template <>
-constexpr int kDepth<Pair> = 2;
-
-INLINE void load_weights(const float* w, Vec (&out)[1]) { out[0] = load(w); }
-INLINE void load_weights(const Pair* w, Vec (&out)[2]) {
-  const WordVec words = *reinterpret_cast<const WordVecUnaligned*>(w);
-  const WordVec low = words << 16, high = words & 0xffff0000u;
-  out[0] = reinterpret_cast<const Vec&>(low);
-  out[1] = reinterpret_cast<const Vec&>(high);
+// Panel `panel` in each form, what is to be fetched of it before it is used, and the same from column c of it on.
+struct Floats {
+  const float* w;
+};
+INLINE LinesAhead lines_of(const void* first, int64_t bytes) {
+  const char* line = static_cast<const char*>(first);
+  return {line, line + bytes, 0};
 }
 
-template <int ROWS>
-INLINE void store_tile(const Vec (&acc)[ROWS][kLinearVecs], const float* bias, float* out, int64_t out_stride,
-                       int64_t columns) {
-  for (int r = 0; r < ROWS; ++r) {
-    if (columns >= kLinearColumns) {
-      for (int j = 0; j < kLinearVecs; ++j)
-        store(out + r * out_stride + j * kLanes, bias ? acc[r][j] + load(bias + j * kLanes) : acc[r][j]);
-    } else {  // the last panel is padded
-      float line[kLinearColumns];
-      for (int j = 0; j < kLinearVecs; ++j) store(line + j * kLanes, acc[r][j]);
-      for (int64_t c = 0; c < columns; ++c) out[r * out_stride + c] = bias ? line[c] + bias[c] : line[c];
-    }
-  }
-}
-
-// ROWS rows of x against kLinearColumns columns of a panel. A sum runs over k in order and in float32 whatever the tile
-// and the storage, so a row's result is the same bits in every batch.
-template <int ROWS, typename Weight>
-static void linear_tile(const float* x, int64_t x_stride, const Weight* w, int64_t k, const float* bias, float* out,
-                        int64_t out_stride, int64_t columns) {
-  Vec acc[ROWS][kLinearVecs] = {};
-  constexpr int step = kDepth<Weight>;
-  for (int64_t i = 0; i < k; i += step, w += kPanel) {
-    Vec weight[kLinearVecs][step];
-    for (int j = 0; j < kLinearVecs; ++j) load_weights(w + j * kLanes, weight[j]);
-    for (int d = 0; d < step; ++d)
-      for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < kLinearVecs; ++j) acc[r][j] += weight[j][d] * x[r * x_stride + i + d];
-  }
-  store_tile<ROWS>(acc, bias, out, out_stride, columns);
-}
-
-// As `linear_tile`, with codes from the first of these columns on.
-template <int ROWS, bool NIBBLES>
-static void coded_tile(const float* x, int64_t x_stride, const Codes& codes, int64_t k, const float* bias, float* out,
-                       int64_t out_stride, int64_t columns) {
-  Vec acc[ROWS][kLinearVecs] = {};
-  const uint8_t* w = codes.data;
-  const uint16_t *scale = codes.scale, *offset = codes.offset;
-  for (int64_t i = 0; i < k; i += kGroup, w += kGroup * kPanel / (NIBBLES ? 2 : 1), scale += kPanel) {
-    each_dimension<NIBBLES, kLinearVecs>(w, scale, offset, [&](int d, const Vec(&weight)[kLinearVecs]) {
-      for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < kLinearVecs; ++j) acc[r][j] += weight[j] * x[r * x_stride + i + d];
-    });
-    if (NIBBLES) offset += kPanel;
-  }
-  store_tile<ROWS>(acc, bias, out, out_stride, columns);
-}
-
-#if defined(__AVX512F__)
-#define TILES(tile, type) \
-  {nullptr, tile<1, type>, tile<2, type>, tile<3, type>, tile<4, type>, tile<5, type>, tile<6, type>, tile<7, type>, \
-   tile<8, type>}
-#else
-#define TILES(tile, type) {nullptr, tile<1, type>, tile<2, type>, tile<3, type>, tile<4, type>}
-#endif
-
-// Rows `row` to `row + rows` of x against one panel, whose weights are w.
-template <typename Weight>
-INLINE void linear_panel(const Linear& a, const Weight* w, int64_t panel, int64_t row, int64_t rows) {
-  typedef void (*Tile)(const float*, int64_t, const Weight*, int64_t, const float*, float*, int64_t, int64_t);
-  static constexpr Tile tiles[] = TILES(linear_tile, Weight);
-  const int64_t column = panel * kPanel, count = (rows + kLinearRows - 1) / kLinearRows;
-  for (int64_t i = 0; i < count; ++i) {  // of even height: 9 rows are 5 + 4
-    const int64_t first = row + rows * i / count, height = row + rows * (i + 1) / count - first;
-    for (int64_t c = 0; c < kPanel && column + c < a.n; c += kLinearColumns)
-      tiles[height](a.x + first * a.x_stride, a.x_stride, w + c, a.k, a.bias ? a.bias + column + c : nullptr,
-                    a.out + first * a.n + column + c, a.n, a.n - column - c);
-  }
-}
-
-// scratch: k * kPanel.
+INLINE Floats panel_of(const Floats& all, int64_t panel, int64_t k) { return {all.w + panel * k * kPanel}; }
+INLINE Pairs panel_of(const Pairs& all, int64_t panel, int64_t k) { return {all.words + panel * k / 2 * kPanel}; }
 template <bool NIBBLES>
-INLINE void coded_panel(const Linear& a, int64_t panel, int64_t row, int64_t rows, float* scratch) {
-  typedef void (*Tile)(const float*, int64_t, const Codes&, int64_t, const float*, float*, int64_t, int64_t);
-  static constexpr Tile tiles[] = TILES(coded_tile, NIBBLES);
-  const int64_t column = panel * kPanel;
-  const Codes codes = panel_of(a.codes, panel, a.k / kGroup);
-  if (rows > kLinearRows) {
-    decode_panel<NIBBLES>(codes, a.k / kGroup, scratch);
-    return linear_panel(a, scratch, panel, row, rows);
-  }
-  for (int64_t c = 0; c < kPanel && column + c < a.n; c += kLinearColumns)
-    tiles[rows](a.x + row * a.x_stride, a.x_stride,
-                {codes.data + c * 4, codes.scale + c, NIBBLES ? codes.offset + c : nullptr}, a.k,
-                a.bias ? a.bias + column + c : nullptr, a.out + row * a.n + column + c, a.n, a.n - column - c);
+INLINE Coded<NIBBLES> panel_of(const Coded<NIBBLES>& all, int64_t panel, int64_t k) {
+  return {panel_of(all.codes, panel, k / kGroup)};
 }
 
-static void linear(const Linear& a, int threads) {
+INLINE LinesAhead lines_of(const Floats& panel, int64_t k) { return lines_of(panel.w, k * kPanel * 4); }
+INLINE LinesAhead lines_of(const Pairs& panel, int64_t k) { return lines_of(panel.words, k * kPanel * 2); }
+template <bool NIBBLES>
+INLINE LinesAhead lines_of(const Coded<NIBBLES>& panel, int64_t k) {
+  return lines_of(panel.codes.data, k * kPanel / (NIBBLES ? 2 : 1));
+}
+
+INLINE Floats from_column(const Floats& panel, int64_t c) { return {panel.w + c}; }
+INLINE Pairs from_column(const Pairs& panel, int64_t c) { return {panel.words + c}; }
+template <bool NIBBLES>
+INLINE Coded<NIBBLES> from_column(const Coded<NIBBLES>& panel, int64_t c) {
+  return {{panel.codes.data + c * 4, panel.codes.scale + c, NIBBLES ? panel.codes.offset + c : nullptr}};
+}
+
+INLINE int64_t few_rows(const Floats&) { return kFewRows; }
+template <typename Weights>
+INLINE int64_t few_rows(const Weights&) { return 1; }
+
+// Of codes, the scales of the dimensions from `first` to `last`.
+template <typename Weights>
+INLINE void fetch_scales(const Weights&, int64_t, int64_t) {}
+template <bool NIBBLES>
+INLINE void fetch_scales(const Coded<NIBBLES>& panel, int64_t first, int64_t last) {
+  const int64_t end = last / kGroup * kPanel;
+  for (int64_t i = first / kGroup * kPanel; i < end; i += 32) {
+    __builtin_prefetch(panel.codes.scale + i);
+    if (NIBBLES) __builtin_prefetch(panel.codes.offset + i);
+  }
+}
+
+// The first tile of an item leaves the weights for the others, if there are any, in `wide`.
+INLINE void multiply_tile(int64_t height, bool, bool, const float* x, int64_t x_stride, const Floats& w, int64_t first,
+                          int64_t last, const LinesAhead& ahead, float*, float* lines) {
+  kFloatTiles[height](x, x_stride, w.w + first * kPanel, first, last, ahead, lines);
+}
+template <typename Weights>
+INLINE void multiply_tile(int64_t height, bool is_first, bool is_only, const float* x, int64_t x_stride, const Weights& w,
+                          int64_t first, int64_t last, const LinesAhead& ahead, float* wide, float* lines) {
+  if (is_first)
+    WideningTiles<Weights>::tiles[height](x, x_stride, w, first, last, ahead, wide, is_only ? 0 : kPanel, lines);
+  else
+    kFloatTiles[height](x, x_stride, wide, first, last, ahead, lines);
+}
+
+// `rows` rows from `row` on against panel `panel`; next: the panel that comes after it, or -1.
+template <typename Weights>
+INLINE void linear_panel(const Linear& a, const Weights& weights, int64_t panel, int64_t next, int64_t row,
+                         int64_t rows, LinearScratch& s) {
+  const Weights then = panel_of(weights, max(next, 0), a.k);
+  const int64_t column = panel * kPanel, columns = min(kPanel, a.n - column);
+  const int64_t tiles = (rows + kLinearRows - 1) / kLinearRows;
+  const int64_t height = rows / tiles, higher = rows % tiles;  // of even height: 9 rows are 5 + 4
+  const int64_t depth = tiles > 1 ? kDepth : a.k, steps = (a.k + kStep - 1) / kStep * tiles;
+  LinesAhead ahead = lines_of(then, a.k);
+  // With so few rows that weights are used as fast as they come, the CPU's own prefetching does better.
+  ahead.count = next < 0 || rows <= few_rows(weights) ? 0 : ((ahead.end - ahead.line) / 64 + steps) / steps;
+  for (int64_t i = 0; i < rows * kPanel; i += kLanes) store(s.lines + i, Vec{});
+  for (int64_t c = 0; c < columns; c += kLinearColumns) {
+    const Weights w = from_column(panel_of(weights, panel, a.k), c);
+    for (int64_t first = 0; first < a.k; first += depth) {
+      const int64_t last = min(first + depth, a.k);
+      if (ahead.count) fetch_scales(then, first, last);
+      for (int64_t i = 0, r = 0; i < tiles; ++i) {
+        const int64_t count = height + (i < higher);
+        multiply_tile(count, i == 0, tiles == 1, a.x + (row + r) * a.x_stride, a.x_stride, w, first, last, ahead, s.wide + c,
+                      s.lines + r * kPanel + c);
+        ahead.line += (last - first + kStep - 1) / kStep * ahead.count * 64;
+        r += count;
+      }
+    }
+    ahead.count = 0;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* line = s.lines + r * kPanel;
+    float* to = a.out + (row + r) * a.n + column;
+    int64_t c = 0;
+    for (; c + kLanes <= columns; c += kLanes)
+      store(to + c, a.bias ? load(line + c) + load(a.bias + column + c) : load(line + c));
+    for (; c < columns; ++c) to[c] = a.bias ? line[c] + a.bias[column + c] : line[c];
+  }
+}
+
+template <typename Weights>
+static void linear_with(const Linear& a, const Weights& weights, int threads) {
   const int64_t panels = (a.n + kPanel - 1) / kPanel, row_blocks = (a.rows + kRowBlock - 1) / kRowBlock;
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
   const int64_t run = row_blocks > 1 ? 1 : max(1, panels / (threads * 4)), runs = (panels + run - 1) / run;
+  const int64_t items = row_blocks * runs;
   int64_t next = 0;
-  team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
-    for (;;) {
-      const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (i >= row_blocks * runs) break;
-      const int64_t row = i / runs * kRowBlock, rows = min(kRowBlock, a.rows - row), first = i % runs * run;
-      for (int64_t panel = first; panel < min(first + run, panels); ++panel) {
-        float* scratch = a.panels + thread * a.k * kPanel;
-        if (a.w_float) {
-          linear_panel(a, a.w_float + panel * kPanel * a.k, panel, row, rows);
-        } else if (a.w_bfloat16) {
-          linear_panel(a, reinterpret_cast<const Pair*>(a.w_bfloat16) + panel * kPanel * (a.k / 2), panel, row, rows);
-        } else if (a.codes.offset) {
-          coded_panel<true>(a, panel, row, rows, scratch);
-        } else {
-          coded_panel<false>(a, panel, row, rows, scratch);
-        }
+  team(static_cast<int>(min(threads, items)), [&](int) {
+    LinearScratch scratch;
+    const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
+    for (int64_t i = take(); i < items;) {
+      const int64_t row = i / runs * kRowBlock, rows = min(kRowBlock, a.rows - row);
+      const int64_t first = i % runs * run, last = min(first + run, panels) - 1;
+      for (int64_t panel = first; panel <= last; ++panel) {
+        // The next item is taken while one panel is left, so that its first panel can be fetched meanwhile.
+        if (panel == last) i = take();
+        const int64_t then = panel < last ? panel + 1 : i < items ? i % runs * run : -1;
+        linear_panel(a, weights, panel, then, row, rows, scratch);
       }
     }
   });
+}
+
+static void linear(const Linear& a, int threads) {
+  if (a.w_float) return linear_with(a, Floats{a.w_float}, threads);
+  if (a.w_bfloat16) return linear_with(a, Pairs{reinterpret_cast<const uint32_t*>(a.w_bfloat16)}, threads);
+  if (a.codes.offset) return linear_with(a, Coded<true>{a.codes}, threads);
+  linear_with(a, Coded<false>{a.codes}, threads);
 }

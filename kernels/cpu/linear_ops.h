@@ -53,7 +53,7 @@ Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, const MaybeTe
                   wide ? packed.const_data_ptr<float>() : nullptr,
                   wide ? nullptr : reinterpret_cast<const uint16_t*>(packed.const_data_ptr()),
                   {},
-                  bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>(), nullptr},
+                  bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>()},
                  threads());
   return out;
 }
@@ -107,16 +107,14 @@ Tensor coded_linear(const Tensor& x_in, const Tensor& data, const Tensor& scale,
                     const MaybeTensor& bias) {
   TORCH_CHECK_VALUE(x_in.dim() >= 1 && x_in.size(-1) % kGroup == 0, "x must be [..., k], k a multiple of ", kGroup,
                     ", got ", x_in.sizes());
-  const int64_t k = x_in.size(-1), team = threads();
+  const int64_t k = x_in.size(-1);
   const Codes codes = codes_of(data, scale, offset, n, k, false);
   const Tensor x = rows_of(x_in, k), bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
   Tensor out = empty_result(x, n);
   if (out.numel() == 0) return out;
-  Tensor panels = at::empty({team * k * kPanel}, x.options());
   active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / n, n, k, nullptr, nullptr,
-                  codes, bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>(),
-                  panels.data_ptr<float>()},
-                 static_cast<int>(team));
+                  codes, bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>()},
+                 threads());
   return out;
 }
 
