@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, create_model, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -150,11 +150,24 @@ _ENGINE_FIELDS: dict[str, Any] = {
 Settings: type[AppSettings] = create_model("Settings", __base__=AppSettings, __module__=__name__, **_ENGINE_FIELDS)
 
 
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation allows."""
+    args = get_args(annotation)
+    return {annotation} if not args or isinstance(args[0], str) else set().union(*map(_kinds, args))
+
+
+_NUMBERS = {
+    name
+    for name, field in Settings.model_fields.items()
+    if (kinds := _kinds(field.annotation)) & {int, float} and bool not in kinds
+}
+
+
 def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> AppSettings:
     """Arguments over environment over defaults. Raises `ConfigError` that names the setting that is wrong."""
     from_environment = _from_environment(environ)
     given = from_environment | _without_aliases(args)
-    entries = _entries(given.pop("models", ()))
+    entries = _entries(given.pop("models")) if "models" in given else []
     models = tuple(_one_model(f"models[{i}]", given, entry) for i, entry in enumerate(entries))
     settings = _checked(given | {"models": models}, _shown(from_environment))
     _check_names(settings)
@@ -191,11 +204,14 @@ def _entries(given: Any) -> list[dict[str, Any]]:
     """The models' own settings: a list, as YAML has it, or JSON, as the environment and the command line have it."""
     try:
         entries = json.loads(given) if isinstance(given, str) else list(given)
-        if all(isinstance(entry, dict) for entry in entries):
+        if entries and all(isinstance(entry, dict) for entry in entries):
             return entries
     except (TypeError, ValueError):
         pass
-    raise ConfigError(f"models: a list of the settings of each model, or that as JSON, not {given!r}")
+    raise ConfigError(
+        f"models: a list of the settings of each model, at least one, or that as JSON, not {given!r}; for one model "
+        "leave it out and set model"
+    )
 
 
 def _one_model(where: str, common: Mapping[str, Any], entry: Mapping[str, Any]) -> AppSettings:
@@ -218,6 +234,9 @@ def _checked(given: dict[str, Any], shown: Callable[[str], str]) -> AppSettings:
     known = set(Settings.model_fields)
     if unknown := sorted(given.keys() - known):
         raise ConfigError(f"unknown setting {', '.join(map(shown, unknown))}; known are {', '.join(sorted(known))}")
+    for name in _NUMBERS & given.keys():
+        if isinstance(given[name], bool):  # pydantic would take them for 1 and 0
+            raise ConfigError(f"{shown(name)}: must be a number, got {given[name]!r}")
     try:
         settings = Settings(**given)
     except ValidationError as error:

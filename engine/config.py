@@ -117,20 +117,16 @@ class EngineConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if self.async_scheduling not in (None, True, False):
+        if not (self.async_scheduling is None or isinstance(self.async_scheduling, bool)):
             raise ConfigError(f"async_scheduling must be true, false or unset, got {self.async_scheduling!r}")
-        if not isinstance(self.gpu_memory_utilization, int | float) or not 0.0 < self.gpu_memory_utilization <= 1.0:
+        if not (_is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0):
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
-        if (
-            isinstance(self.swap_space, bool)
-            or not isinstance(self.swap_space, int | float)
-            or not (0 <= self.swap_space < math.inf)
-        ):
+        if not (_is_number(self.swap_space) and 0 <= self.swap_space < math.inf):
             raise ConfigError(f"swap_space must be a number of GiB, 0 or more, got {self.swap_space!r}")
-        if not isinstance(self.shard_timeout_s, int | float) or not self.shard_timeout_s > 0:
-            raise ConfigError(f"shard_timeout_s must be above 0, got {self.shard_timeout_s!r}")
+        if not (_is_number(self.shard_timeout_s) and 0 < self.shard_timeout_s < math.inf):
+            raise ConfigError(f"shard_timeout_s must be a number of seconds above 0, got {self.shard_timeout_s!r}")
         for name, allowed in (
             ("load_format", ("auto", "dummy")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
@@ -144,6 +140,26 @@ class EngineConfig:
             raise ConfigError(f"quantization must be auto, int8 or none, got {self.quantization!r}")
         if not self.model or not isinstance(self.model, str):
             raise ConfigError(f"model must be a name or a path, got {self.model!r}")
+        self.check_device(self.device, self.dtype)
+
+    def check_device(self, device: str, dtype: str) -> None:
+        """Raise `ConfigError` if some settings cannot be had together, on a device and with activations of this type.
+
+        `auto` as either is what is not known yet.
+        """
+        if self.quantization == "int8" and (device == "cuda" or dtype not in ("auto", "float32")):
+            raise ConfigError(
+                f"quantization int8 is for a CPU and float32 activations, but device is {device} and dtype is {dtype}: "
+                "leave one of them out"
+            )
+        if not self.compilation:
+            return
+        if device == "cpu":
+            raise ConfigError("compilation is for a GPU: on a CPU the C++ kernels are faster")
+        if self.tensor_parallel_size > 1:
+            raise ConfigError("compilation is for a model on one GPU: leave it off, or tensor_parallel_size at 1")
+        if self.enable_lora:
+            raise ConfigError("compilation and enable_lora cannot be had together: set one of them")
 
     @classmethod
     def from_kwargs(cls, **settings: Any) -> Self:
@@ -162,3 +178,7 @@ class EngineConfig:
 def _at_least(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -48,12 +48,11 @@ def choose_device(config: EngineConfig) -> torch.device:
 def choose_precision(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Precision:
     """What the settings leave open is chosen for speed, at the quality that docs/quantization.md measures.
 
-    Raises `ConfigError` if int8 is asked for where it does not run.
+    Raises `ConfigError` for what cannot run there.
     """
     dtype = _dtype(config, model_config, device)
     kv_dtype = _KV_DTYPES[config.kv_cache_dtype]
-    if config.quantization == "int8" and (device.type != "cpu" or dtype != torch.float32):
-        raise ConfigError(f"quantization int8 is for a CPU and float32 activations, not for {device} and {dtype}")
+    config.check_device(device.type, str(dtype).removeprefix("torch."))
     if config.quantization == "int8":
         return Precision(dtype, "int8", kv_dtype)
     # Who names a type wants its numbers. Without the C++ kernels int8 is slower than float32.

@@ -43,7 +43,6 @@ def load_runner(config: EngineConfig, path: Path, group: ParallelGroup | None = 
     precision = choose_precision(config, model_config, device)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
-    _check_compilation(config, device, group)
     max_model_len = _max_model_len(config, model_config)
     try:
         backend = select_backend(device, precision.dtype, model_config.head_dim, config.block_size, precision.kv_dtype)
@@ -99,17 +98,6 @@ def load_runner(config: EngineConfig, path: Path, group: ParallelGroup | None = 
     if cuda is not None:
         runner.warm_up()
     return runner
-
-
-def _check_compilation(config: EngineConfig, device: torch.device, group: ParallelGroup | None) -> None:
-    if not config.compilation:
-        return
-    if device.type == "cpu":
-        raise ConfigError("compilation is for a GPU: on a CPU the C++ kernels are faster")
-    if group is not None:
-        raise ConfigError("compilation is for a model on one GPU: leave it off, or tensor_parallel_size at 1")
-    if config.enable_lora:
-        raise ConfigError("compilation and enable_lora cannot be had together: set one of them")
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

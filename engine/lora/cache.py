@@ -22,7 +22,9 @@ class AdapterCache:
         self._read = read
         self._capacity = capacity
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # by digest, least recently used first
-        self._digests: dict[str, tuple[_Stamp, str]] = {}  # by folder: of which files
+        # By folder, of which files; the one read least recently first.
+        self._digests: OrderedDict[str, tuple[_Stamp, str]] = OrderedDict()
+        self._max_digests = max(2 * capacity, 64)  # clients may name any number of folders
         self._lock = threading.Lock()
 
     def get(self, request: LoRARequest) -> Adapter:
@@ -48,6 +50,9 @@ class AdapterCache:
             )
         if stamp is not None:
             self._digests[request.lora_path] = stamp, adapter.digest
+            self._digests.move_to_end(request.lora_path)
+            if len(self._digests) > self._max_digests:
+                self._digests.popitem(last=False)
         return adapter
 
     def _known(self, path: str) -> str | None:

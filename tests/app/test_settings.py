@@ -70,11 +70,30 @@ def test_every_engine_setting_is_a_setting() -> None:
         ({"lora_modules": {"one": 3}}, {}, "lora_modules: .*folders by name"),
         ({"lora_modules": "one=/a,one=/b"}, {}, "lora_modules: .*an adapter's name comes twice"),
         ({"lora_modules": {"mine": "/a"}, "served_model_name": "mine"}, {}, "'mine' is the name of a model"),
+        ({"models": []}, {}, r"models: a list of .* at least one, .* not \[\]"),
+        ({}, {"NANOSERVE_MODELS": "[]"}, "models: a list of .* at least one"),
+        ({"models": [{"model": "a", "max_num_seqs": True}]}, {}, r"models\[0\]: max_num_seqs: must be a number"),
+        ({"quantization": "int8", "dtype": "bfloat16"}, {}, "quantization int8 is for a CPU and float32"),
+        ({"lora_modules": "a=/a", "compilation": "true"}, {}, "compilation and enable_lora"),
     ],
 )
 def test_a_bad_setting_is_named(args: dict[str, Any], environ: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_settings(args, environ)
+
+
+NUMBERS = [
+    name for name, field in Settings.model_fields.items() if re.search(r"\b(int|float)\b", repr(field.annotation))
+]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [True, False, float("nan"), float("inf"), -1, "", "one", [1], {}])
+def test_what_is_no_number_is_one_for_no_setting(name: str, value: Any) -> None:
+    if name == "seed" and value == -1:
+        return
+    with pytest.raises(ConfigError, match=f"^{name}"):
+        load_settings({name: value}, {})
 
 
 def test_serve_run_tells_a_bad_setting_and_no_more() -> None:

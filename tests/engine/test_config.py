@@ -35,6 +35,17 @@ from engine.sampling_params import SamplingParams
         ({"max_lora_rank": 513}, "max_lora_rank must be at most 512"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras must be a whole number of at least 4"),
         ({"model": "a", "model_path": "b"}, "model_path and model are one setting"),
+        ({"shard_timeout_s": True}, "shard_timeout_s must be a number of seconds above 0, got True"),
+        ({"shard_timeout_s": float("inf")}, "shard_timeout_s must be a number of seconds above 0, got inf"),
+        ({"shard_timeout_s": float("nan")}, "shard_timeout_s must be a number of seconds above 0, got nan"),
+        ({"gpu_memory_utilization": True}, "gpu_memory_utilization must be above 0 and at most 1, got True"),
+        ({"swap_space": True}, "swap_space must be a number of GiB"),
+        ({"async_scheduling": 1}, "async_scheduling must be true, false or unset, got 1"),
+        ({"quantization": "int8", "dtype": "bfloat16"}, "int8 is for a CPU and float32 .* dtype is bfloat16"),
+        ({"quantization": "int8", "device": "cuda"}, "int8 is for a CPU and float32 .* device is cuda"),
+        ({"compilation": True, "device": "cpu"}, "compilation is for a GPU"),
+        ({"compilation": True, "tensor_parallel_size": 2}, "compilation is for a model on one GPU"),
+        ({"compilation": True, "enable_lora": True}, "compilation and enable_lora cannot be had together"),
     ],
 )
 def test_a_bad_setting_is_an_error_that_names_it(settings: dict[str, object], message: str) -> None:

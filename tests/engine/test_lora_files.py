@@ -234,3 +234,12 @@ def test_the_host_reads_files_once_and_keeps_so_many(base, tmp_path):
     assert cache.get(LoRARequest("a", 1, str(folders["a"]))).digest != first.digest
     with pytest.raises(AdapterError, match="are not those that were loaded as 'b'"):
         cache.get(LoRARequest("b", 1, str(folders["b"]), digest="of another"))
+
+
+def test_any_number_of_names_of_folders_is_not_remembered(tmp_path):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("")
+    cache = AdapterCache(lambda folder: adapter("same"), 2)
+    for i in range(300):
+        cache.get(LoRARequest("a", 1, f"{tmp_path}{'/.' * i}"))
+    assert len(cache._digests) <= 64
