@@ -71,8 +71,9 @@ def measure(num_sequences: int, steps: int, overlap: bool, swap: bool = False) -
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1024)
     for i in range(num_sequences):
         engine.add_request(str(i), [rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))], params)
-    while engine.scheduler.num_waiting or engine.scheduler.is_prefilling:
-        engine.step()
+    decoding: set[str] = set()
+    while len(decoding) < num_sequences:
+        decoding.update(engine.step().request_ids)
     parts: dict[str, list[float]] = {}
     _time(engine.scheduler, "schedule", parts)
     _time(engine.scheduler, "commit", parts)

@@ -82,12 +82,6 @@ class Matcher:
         return all(self.accept(token_id) for token_id in ids[end:])
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the output may end here."""
-        complete: bool = self._matcher.is_accepting()
-        return complete
-
-    @property
     def is_terminated(self) -> bool:
         """Whether the output is complete and nothing can follow: EOS has come, or no other token fits."""
         return self._matcher.is_stopped() and not self._matcher.is_error()

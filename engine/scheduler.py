@@ -129,13 +129,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.waiting)
 
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether a running request has more than its newest token to compute."""
-        self._end_streak()
-        rows = self._running.rows()
-        return bool((self.batch.num_tokens[rows] - self.batch.num_computed[rows] > 1).any())
-
     def slots_used(self) -> int:
         """KV slots in live blocks that hold a token. Only a request's last block, its own alone, can be part empty."""
         rows = self._running.rows()

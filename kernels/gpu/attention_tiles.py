@@ -12,9 +12,6 @@ import torch
 from kernels.attention.backend import FP8
 from kernels.gpu import Gpu
 
-SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes of shared memory that one block may have, by compute capability."""
-
 MAX_SPLITS = 32
 _SPLIT_KEYS = 128  # keys that are worth a program of their own
 

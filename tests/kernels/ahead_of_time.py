@@ -22,7 +22,6 @@ from kernels.attention import AttentionMetadata, HeadNorms
 from kernels.attention.backend import FP8
 from kernels.attention.triton_backend import TritonBackend
 from kernels.gpu import Gpu, activation, experts, logits, lora, norm, sampler
-from kernels.gpu.attention_tiles import SHARED_MEMORY
 from kernels.lora import LoraTokens, lora_weights
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -92,6 +91,10 @@ def _read(kernel: Any) -> Compiled:
         tensor_cores=next((name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in ptx), ""),
         async_copies="cp.async" in ptx,
     )
+
+
+SHARED_MEMORY = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of shared memory that one block may have, by compute capability."""
 
 
 def shared_memory(capability: tuple[int, int]) -> int:
