@@ -11,13 +11,13 @@ from typing import Any
 
 import ray
 
-from engine.channel import Receiver, Sender, keep_waiting
 from engine.config import EngineConfig
-from engine.lifeline import hold
-from engine.remote_runner import serve_rank
+from engine.remote.channel import Receiver, Sender, keep_waiting
+from engine.remote.lifeline import hold
+from engine.remote.runner import serve_rank
+from engine.remote.shm_ring import Ring, RingReader, RingWriter
+from engine.remote.tcp_link import TcpLink
 from engine.runner import Runner
-from engine.shm_ring import Ring, RingReader, RingWriter
-from engine.tcp_link import TcpLink
 
 START_S = 1800.0
 """Seconds in which the ranks must have loaded the model."""

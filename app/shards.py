@@ -25,14 +25,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.resources import SHARD_CPUS
 from app.shard import START_S, Entrance, MakeRunner, Place, Shard, load_rank
-from engine.channel import ChannelTimeoutError, Receiver, Sender
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
-from engine.lifeline import Lifelines
-from engine.remote_runner import RemoteRunner
+from engine.remote.channel import ChannelTimeoutError, Receiver, Sender
+from engine.remote.lifeline import Lifelines
+from engine.remote.runner import RemoteRunner
+from engine.remote.shm_ring import Ring, RingReader, RingWriter
+from engine.remote.tcp_link import Door, TcpLink
 from engine.runner import RunnerInfo
-from engine.shm_ring import Ring, RingReader, RingWriter
-from engine.tcp_link import Door, TcpLink
 
 logger = logging.getLogger("ray.serve")
 

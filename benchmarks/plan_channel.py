@@ -11,10 +11,10 @@ import ray
 import torch
 import torch.distributed as dist
 
-from engine.shm_ring import Ring, RingReader, RingWriter
+from engine.remote.shm_ring import Ring, RingReader, RingWriter
+from engine.remote.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
+from engine.remote.tcp_link import Door, TcpLink
 from engine.step import BlockUpdates, SamplingMode, StepPlan, StepResult
-from engine.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
-from engine.tcp_link import Door, TcpLink
 
 ROUNDS = 3
 STEPS = 400

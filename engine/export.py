@@ -37,7 +37,7 @@ def export_hf_folder(path: Path, out_dir: Path) -> None:
 
 
 def _write_gguf_config(path: Path, out_dir: Path) -> None:
-    from engine.gguf_config import hf_config
+    from engine.gguf.config import hf_config
 
     config = hf_config(path) | {"dtype": "float32"}
     generation = {key: value for key, value in config.items() if key.endswith("_token_id")}

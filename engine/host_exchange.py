@@ -5,7 +5,7 @@ have memory of their own, which C++ writes and reads; all else, and sums where n
 rings: each rank writes one that all others read.
 """
 
-import contextlib
+import logging
 import os
 import select
 from typing import Self
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from engine.channel import ChannelClosedError
-from engine.host_memory import HostMemory
-from engine.shm_ring import SLOT_BYTES, SLOTS, Ring, RingReader, RingWriter
+from engine.remote.channel import ChannelClosedError
+from engine.remote.host_memory import HostMemory
+from engine.remote.shm_ring import SLOT_BYTES, SLOTS, Ring, RingReader, RingWriter
 from kernels import cpu_ops
 from kernels.shared_sum import SharedSum, memory_size
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = SLOTS // 4 * SLOT_BYTES
 """Of a tensor in a ring. A rank may be one exchange ahead of another, so two of them at most wait in it to be read."""
@@ -28,14 +30,18 @@ class HostExchange:
     """This rank's end: a writer to all others, and a reader of each. Calls must come in the same order on all ranks."""
 
     def __init__(self, ring: Ring, rings: dict[int, Ring], rank: int, sums: HostMemory | None) -> None:
+        """rings: of the other ranks. Raises `OSError` if the process of one is gone."""
         self._ring = ring
         self._writer = RingWriter(ring)
         self._readers = {other: RingReader(theirs, rank - (rank > other)) for other, theirs in rings.items()}
         self._rings = list(rings.values())
         self._rank = rank
-        self._ends = select.poll()
         self._sums = sums
         self._sum = None if sums is None else SharedSum(sums.mapped, rank, 1 + len(rings))
+        self._ends = select.poll()
+        self._processes = [os.pidfd_open(theirs.pid) for theirs in self._rings]
+        for process in self._processes:
+            self._ends.register(process, select.POLLIN)
 
     @classmethod
     def meet(cls, store: Store, rank: int, size: int) -> Self | None:
@@ -44,22 +50,21 @@ class HostExchange:
         sums = HostMemory.create(memory_size(size)) if rank == 0 and cpu_ops.load() else None
         # A process number means something in its own namespace alone.
         space = f"{_read('/proc/sys/kernel/random/boot_id')} {os.readlink('/proc/self/ns/pid')}"
-        adds = cpu_ops.load() if sums is None else sums.address
-        store.set(f"exchange {rank}", f"{space}\n{ring.address}\n{adds or ''}")
+        adds = sums.address if sums is not None else "yes" if cpu_ops.load() else ""
+        store.set(f"exchange {rank}", f"{space}\n{ring.address}\n{adds}")
         met = [store.get(f"exchange {other}").decode().split("\n") for other in range(size)]
-        spaces, addresses, adders = zip(*met, strict=True)
-        with contextlib.suppress(OSError):
+        spaces, addresses, all_add = zip(*met, strict=True)
+        if sums is not None and not all(all_add):
+            sums.close()
+            sums = None
+        try:
             if set(spaces) == {space}:
-                if not all(adders):
-                    sums = None
-                elif rank > 0:
-                    sums = HostMemory.open(adders[0], memory_size(size))
+                if rank > 0 and all(all_add):
+                    sums = HostMemory.open(all_add[0], memory_size(size))
                 rings = {i: Ring.open(address) for i, address in enumerate(addresses) if i != rank}
-                exchange = cls(ring, rings, rank, sums)
-                for i, address in enumerate(addresses):
-                    if i != rank:
-                        exchange._ends.register(os.pidfd_open(int(address.split(":")[0])), select.POLLIN)
-                return exchange
+                return cls(ring, rings, rank, sums)
+        except OSError as error:
+            logger.info("ranks of this host talk over connections: %s", error)
         ring.close()
         if sums is not None:
             sums.close()
@@ -75,7 +80,7 @@ class HostExchange:
         return self._sum(x, timeout_s, self._raise_if_gone)
 
     def send(self, x: Tensor, timeout_s: float) -> None:
-        """x: contiguous, of MAX_BYTES at most. Raises as `engine.channel.Sender.send` does."""
+        """x: contiguous, of MAX_BYTES at most. Raises as `engine.remote.channel.Sender.send` does."""
         data = x.detach().reshape(-1).view(torch.uint8).numpy()
         self._writer.send(data.tobytes(), timeout_s, self._raise_if_gone)
 
@@ -102,6 +107,9 @@ class HostExchange:
         self._ring.close()
         if self._sums is not None:
             self._sums.close()
+        for process in self._processes:
+            os.close(process)
+        self._processes = []
 
     def _raise_if_gone(self) -> None:
         self._raise_if_given_up()

@@ -141,7 +141,7 @@ def _iter_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _iter_gguf(path: Path) -> Iterator[tuple[str, Source]]:
-    from engine.gguf_tensors import iter_tensors
+    from engine.gguf.tensors import iter_tensors
 
     with _readable():
         yield from iter_tensors(path)

@@ -106,7 +106,7 @@ def load_model_config(path: Path) -> ModelConfig:
 
     path = Path(path)
     if is_gguf(path):
-        from engine.gguf_config import hf_config
+        from engine.gguf.config import hf_config
 
         return from_hf(hf_config(path), str(path))
     source = path / "config.json"

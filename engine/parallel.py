@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from engine.channel import ChannelClosedError
 from engine.errors import EngineDeadError
 from engine.host_exchange import MAX_BYTES, HostExchange
+from engine.remote.channel import ChannelClosedError
 from kernels.shared_sum import reference as add_in_order
 
 START_TIMEOUT_S = 600.0

@@ -177,13 +177,13 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    from engine.gguf_config import eos_token_ids
-    from engine.gguf_file import open_gguf
+    from engine.gguf.config import eos_token_ids
+    from engine.gguf.file import open_gguf
 
     file = open_gguf(path)
     from transformers import PreTrainedTokenizerFast
 
-    from engine.gguf_tokenizer import build_tokenizer
+    from engine.gguf.tokenizer import build_tokenizer
 
     backend, settings = build_tokenizer(file)
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **settings), eos_token_ids(file))

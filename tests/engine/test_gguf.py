@@ -15,8 +15,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.errors import ConfigError
 from engine.export import export_hf_folder
-from engine.gguf_config import hf_config, llama3_factors
-from engine.gguf_file import GGUFError, open_gguf
+from engine.gguf.config import hf_config, llama3_factors
+from engine.gguf.file import GGUFError, open_gguf
 from engine.hub import resolve_model
 from engine.loader import LoadError, iter_weights, load_weights
 from engine.model_config import load_model_config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from engine.gguf_file import GGUFError, open_gguf
+from engine.gguf.file import GGUFError, open_gguf
 from engine.loader import iter_weights
 from engine.model_config import load_model_config
 from engine.models.families import FAMILIES

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.channel import Receiver, Sender
 from engine.engine import Engine
 from engine.errors import EngineDeadError
-from engine.lifeline import Lifelines
-from engine.remote_runner import RemoteRunner, serve_rank
+from engine.remote.channel import Receiver, Sender
+from engine.remote.lifeline import Lifelines
+from engine.remote.runner import RemoteRunner, serve_rank
+from engine.remote.shm_ring import Ring, RingReader, RingWriter
+from engine.remote.tcp_link import Door, TcpLink
 from engine.sampling_params import SamplingParams
-from engine.shm_ring import Ring, RingReader, RingWriter
-from engine.tcp_link import Door, TcpLink
 from tests.scripted import LateRunner, ShadowRunner, drain, runner_info, shadow_continuation
 
 GREEDY = SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)

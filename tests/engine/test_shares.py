@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.gguf_file import GGUFFile
+from engine.gguf.file import GGUFFile
 from engine.layers.linear import Linear, Quantization
 from engine.loader import load_weights, random_weights
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, load_model_config

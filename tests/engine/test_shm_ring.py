@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import shm_ring
-from engine.channel import ChannelTimeoutError
-from engine.shm_ring import Ring, RingReader, RingWriter
+from engine.remote import shm_ring
+from engine.remote.channel import ChannelTimeoutError
+from engine.remote.shm_ring import Ring, RingReader, RingWriter
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -122,7 +122,7 @@ def test_a_stopped_reader_goes_on_where_it_was() -> None:
 def test_a_killed_maker_leaves_no_memory_behind_and_no_way_in() -> None:
     code = """
 import time
-from engine.shm_ring import Ring
+from engine.remote.shm_ring import Ring
 ring = Ring.create(1)
 print(ring.address, flush=True)
 time.sleep(60)

@@ -8,9 +8,9 @@ import pytest
 
 from engine.engine import Engine
 from engine.lora.adapter import Adapter
+from engine.remote.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
 from engine.sampling_params import SamplingParams
 from engine.step import Logprobs, StepPlan, StepResult
-from engine.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
 from tests.scripted import ShadowRunner, drain, shadow_continuation, swap_info
 
 

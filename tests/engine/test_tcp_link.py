@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from engine.channel import ChannelClosedError, ChannelTimeoutError
-from engine.tcp_link import Door, TcpLink
+from engine.remote.channel import ChannelClosedError, ChannelTimeoutError
+from engine.remote.tcp_link import Door, TcpLink
 
 KEY = bytes(range(32))
 

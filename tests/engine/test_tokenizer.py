@@ -13,7 +13,7 @@ from tokenizers.normalizers import NFC, Strip
 from transformers import AutoTokenizer
 
 from engine.errors import ConfigError, InvalidRequestError
-from engine.gguf_file import open_gguf
+from engine.gguf.file import open_gguf
 from engine.hub import resolve_model
 from engine.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny_models

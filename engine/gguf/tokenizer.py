@@ -1,4 +1,4 @@
-"""Builds the tokenizer that a GGUF file describes: byte-level BPE here, SentencePiece in `gguf_sentencepiece`.
+"""Builds the tokenizer that a GGUF file describes: byte-level BPE here, SentencePiece in `engine.gguf.sentencepiece`.
 
 transformers can do this too, but takes seconds for it, and knows fewer rules for splitting text: SmolLM2's (each
 digit alone) is not among them, so that some texts would get other tokens than in training.
@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.errors import ConfigError
-from engine.gguf_file import GGUFFile
-from engine.gguf_sentencepiece import build_sentencepiece
+from engine.gguf.file import GGUFFile
+from engine.gguf.sentencepiece import build_sentencepiece
 
 _CONTROL, _USER_DEFINED = 3, 4
 

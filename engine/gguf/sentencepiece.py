@@ -7,7 +7,7 @@ make.
 
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from engine.gguf_file import GGUFFile
+from engine.gguf.file import GGUFFile
 
 _SPACE = "▁"
 

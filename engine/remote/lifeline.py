@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from engine.channel import ChannelClosedError, ChannelTimeoutError
-from engine.tcp_link import TcpLink
+from engine.remote.channel import ChannelClosedError, ChannelTimeoutError
+from engine.remote.tcp_link import TcpLink
 
 BEATS = 4
 """So often within the time after which silence counts as death."""

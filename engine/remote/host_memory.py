@@ -11,15 +11,17 @@ class HostMemory:
     Made by one process, all zero; `address` opens it in others for as long as the maker lives and has not closed it.
     """
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, descriptor: int, num_bytes: int, maker: int) -> None:
+        """maker: the process that made it."""
         self.mapped = mmap.mmap(descriptor, num_bytes)
+        self.maker = maker
         self._descriptor = -1
 
     @classmethod
     def create(cls, num_bytes: int) -> Self:
         descriptor = os.memfd_create("nanoserve")
         os.ftruncate(descriptor, num_bytes)
-        memory = cls(descriptor, num_bytes)
+        memory = cls(descriptor, num_bytes, os.getpid())
         memory._descriptor = descriptor
         return memory
 
@@ -29,13 +31,13 @@ class HostMemory:
         pid, descriptor = map(int, address.split(":"))
         file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
         try:
-            return cls(file, num_bytes)
+            return cls(file, num_bytes, pid)
         finally:
             os.close(file)
 
     @property
     def address(self) -> str:
-        return f"{os.getpid()}:{self._descriptor}"
+        return f"{self.maker}:{self._descriptor}"
 
     def close(self) -> None:
         """Let nobody else open it; idempotent. Who holds the memory keeps it."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ConfigError
-from engine.gguf_file import GGUFFile, open_gguf
+from engine.gguf.file import GGUFFile, open_gguf
 from engine.models.families import FAMILIES
 
 _DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}

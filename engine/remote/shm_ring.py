@@ -16,8 +16,8 @@ from typing import Self
 
 import numpy as np
 
-from engine.channel import ChannelTimeoutError, keep_waiting
-from engine.host_memory import HostMemory
+from engine.remote.channel import ChannelTimeoutError, keep_waiting
+from engine.remote.host_memory import HostMemory
 
 SLOTS = 16
 SLOT_BYTES = 64 << 10
@@ -88,6 +88,11 @@ class Ring:
         return cls(HostMemory.open(memory, _size(int(num_readers))), int(num_readers))
 
     @property
+    def pid(self) -> int:
+        """Of the process that made it."""
+        return self._shared.maker
+
+    @property
     def address(self) -> str:
         return f"{self._shared.address}:{self.num_readers}"
 
@@ -133,7 +138,7 @@ class RingWriter:
         self._free = SLOTS  # slots known to be free
 
     def send(self, message: bytes, timeout_s: float, check: Callable[[], None] = keep_waiting) -> None:
-        """See `engine.channel.Sender`; waits for the slowest reader only when the ring is full."""
+        """See `engine.remote.channel.Sender`; waits for the slowest reader only when the ring is full."""
         body = memoryview(message)
         for start in range(0, max(len(body), 1), SLOT_BYTES):
             if not self._free:
@@ -169,7 +174,7 @@ class RingReader:
         self._next = 0
 
     def receive(self, timeout_s: float, check: Callable[[], None] = keep_waiting) -> bytearray:
-        """See `engine.channel.Receiver`."""
+        """See `engine.remote.channel.Receiver`."""
         deadline = time.monotonic() + timeout_s
         body = bytearray()
         last = False

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.gguf_config import ROPE_FACTORS, hf_architecture
-from engine.gguf_file import GGUFFile, TensorInfo, Values, open_gguf
+from engine.gguf.config import ROPE_FACTORS, hf_architecture
+from engine.gguf.file import GGUFFile, TensorInfo, Values, open_gguf
 from engine.layers.target import Source
 from engine.models.families import FAMILIES, Family
 

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from engine.channel import ChannelClosedError, ChannelTimeoutError, Receiver, Sender
 from engine.errors import EngineDeadError
+from engine.remote.channel import ChannelClosedError, ChannelTimeoutError, Receiver, Sender
+from engine.remote.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
 from engine.runner import Runner, RunnerInfo
 from engine.step import StepPlan, StepResult
-from engine.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
 
 _COLLECT = b""
 _END = b"\0"

@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from engine.channel import ChannelClosedError, ChannelTimeoutError, keep_waiting
+from engine.remote.channel import ChannelClosedError, ChannelTimeoutError, keep_waiting
 
 _LENGTH = struct.Struct("<Q")
 _LOOK_S = 0.1  # between two looks whether waiting still makes sense
@@ -48,7 +48,7 @@ class TcpLink:
         raise ChannelClosedError("the other end has closed the connection")
 
     def send(self, message: bytes, timeout_s: float, check: Callable[[], None] = keep_waiting) -> None:
-        """See `engine.channel.Sender`."""
+        """See `engine.remote.channel.Sender`."""
         deadline = time.monotonic() + timeout_s
         left = memoryview(_LENGTH.pack(len(message)) + message)
         while left:
@@ -60,7 +60,7 @@ class TcpLink:
                 raise ChannelClosedError(f"the connection is closed: {error}") from error
 
     def receive(self, timeout_s: float, check: Callable[[], None] = keep_waiting) -> bytearray:
-        """See `engine.channel.Receiver`."""
+        """See `engine.remote.channel.Receiver`."""
         deadline = time.monotonic() + timeout_s
         size = _LENGTH.size
         while True:
