@@ -1,8 +1,8 @@
 """Tensors among ranks of one host, through shared memory.
 
 A connection, such as gloo's, hands each message to a thread at either end; here only the rank that waits is woken. Sums
-have memory of their own, which C++ writes and reads; all else, and sums where nothing could compile it, goes through
-rings: each rank writes one that all others read.
+and gathers have memory of their own, which C++ writes and reads; all else, and these where nothing could compile it,
+goes through rings: each rank writes one that all others read.
 """
 
 import logging
@@ -71,13 +71,19 @@ class HostExchange:
         return None
 
     def adds(self, x: Tensor) -> bool:
-        """Whether `all_reduce` takes it; the same on all ranks."""
+        """Whether `all_reduce` and `gather` take it; the same on all ranks."""
         return self._sum is not None and x.dtype is torch.float32
 
     def all_reduce(self, x: Tensor, timeout_s: float) -> Tensor:
         """The sum of all ranks' x, which is overwritten. x: contiguous. Raises as `SharedSum` does."""
         assert self._sum is not None
         return self._sum(x, timeout_s, self._raise_if_gone)
+
+    def gather(self, x: Tensor, timeout_s: float) -> Tensor | None:
+        """On rank 0 all ranks' x, in the order of ranks, [ranks, *shape of x]. Otherwise as `all_reduce`."""
+        assert self._sum is not None
+        parts = self._sum.gather(x, timeout_s, self._raise_if_gone)
+        return None if parts is None else parts.view(-1, *x.shape)
 
     def send(self, x: Tensor, timeout_s: float) -> None:
         """x: contiguous, of MAX_BYTES at most. Raises as `engine.remote.channel.Sender.send` does."""

@@ -4,11 +4,11 @@ A group is an object of its own, made from a store at which its ranks meet; noth
 host know nothing of each other. On a GPU it is NCCL. On a CPU it is gloo, with sums of our own: every rank gets all of
 the others' numbers and adds them in the order of ranks. So all have the same bits, whatever else is in the batch (a
 ring begins elsewhere in each part of a tensor), and a decode step waits for one exchange instead of a ring's rounds.
-Ranks on one host add through shared memory, and exchange what is small there.
+Ranks on one host add and gather through shared memory, and exchange what is small there.
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -113,7 +113,11 @@ class ParallelGroup:
         """x: [n, columns], the same on all ranks -> on rank 0 the first `width` columns of all ranks' side by side,
         [n, width]; elsewhere [0, width]."""
         x = x.contiguous()
-        if self._by_memory(x):
+        parts: Sequence[Tensor]
+        if (exchange := self._exchange) is not None and exchange.adds(x):
+            gathered: Tensor | None = self._wait("gather", lambda: exchange.gather(x, self.timeout_s))
+            parts = () if gathered is None else gathered.unbind()
+        elif self._by_memory(x):
             parts = self._all_gather(x)
         else:
             parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []

@@ -160,6 +160,13 @@ def shared_sum(x: Tensor, memory: Tensor, rank: int, size: int, number: int, wai
     return late
 
 
+def shared_gather(
+    x: Tensor, memory: Tensor, rank: int, size: int, number: int, wait_s: float, out: Tensor | None
+) -> int:
+    late: int = _ops.shared_gather.default(x, memory, rank, size, number, wait_s, out)
+    return late
+
+
 def pack_rows(source: Tensor, panels: Tensor, first: int) -> None:
     _ops.pack_rows.default(source, panels, first)
 

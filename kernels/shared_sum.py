@@ -1,4 +1,4 @@
-"""The sum of a tensor over processes of one machine, through memory that they share.
+"""Sums and gathers of tensors over processes of one machine, through memory that they share.
 
 Used by ranks that share a model on a CPU: two sums a layer, each of a few kilobytes in a decode step, for which a
 socket takes ten times as long. A rank writes its tensor, raises its number, and reads the others' once they have raised
@@ -34,7 +34,9 @@ def memory_size(size: int) -> int:
 
 
 class SharedSum:
-    """One rank's end; all must call it in the same order, with tensors of the same size. Needs `cpu_ops.load()`."""
+    """One rank's end. Calls must come in the same order on all ranks, with tensors of the same size. What is waited for
+    is waited for as `__call__` says. Needs `cpu_ops.load()`.
+    """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
         """memory: of memory_size(size) bytes, mapped by all."""
@@ -52,18 +54,32 @@ class SharedSum:
         deadline = time.monotonic() + timeout_s
         for piece in (x,) if x.numel() <= PIECE else x.view(-1).split(PIECE):
             self._number += 1
-            while (late := self._add(piece)) >= 0:
-                check()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {late} did not come for {timeout_s:g} s")
+            at = self._memory, self._rank, self._size, self._number, _LOOK_S
+            while (late := cpu_ops.shared_sum(piece, *at)) >= 0:
+                self._keep_waiting(late, deadline, timeout_s, check)
         return x
+
+    def gather(self, x: Tensor, timeout_s: float, check: Callable[[], None]) -> Tensor | None:
+        """x: contiguous float32 -> on the first rank all ranks' x, [size, numbers]."""
+        deadline = time.monotonic() + timeout_s
+        flat = x.view(-1)
+        out = flat.new_empty(self._size, len(flat)) if self._rank == 0 else None
+        for first in range(0, max(len(flat), 1), PIECE):
+            self._number += 1
+            at = self._memory, self._rank, self._size, self._number, _LOOK_S
+            part = None if out is None else out[:, first : first + PIECE]
+            while (late := cpu_ops.shared_gather(flat[first : first + PIECE], *at, part)) >= 0:
+                self._keep_waiting(late, deadline, timeout_s, check)
+        return out
 
     def give_up(self) -> None:
         """What this rank has brought is of no use to anybody: the others are to know."""
         self._memory[self._rank * LINE + _GIVEN_UP] = 1
 
-    def _add(self, piece: Tensor) -> int:
-        return cpu_ops.shared_sum(piece, self._memory, self._rank, self._size, self._number, _LOOK_S)
+    def _keep_waiting(self, late: int, deadline: float, timeout_s: float, check: Callable[[], None]) -> None:
+        check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {late} did not come for {timeout_s:g} s")
 
 
 def reference(terms: list[Tensor]) -> Tensor:

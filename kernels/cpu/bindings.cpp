@@ -138,6 +138,8 @@ TORCH_LIBRARY(nanoserve, m) {
       "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, Tensor? rest, Tensor? rest_scale, int n, "
       "bool gated, Tensor? bias) -> Tensor");
   m.def("shared_sum(Tensor(a!) x, Tensor(b!) memory, int rank, int size, int number, float wait) -> int");
+  m.def(
+      "shared_gather(Tensor x, Tensor(a!) memory, int rank, int size, int number, float wait, Tensor(b!)? out) -> int");
   m.def("pack_rows(Tensor source, Tensor(a!) panels, int first) -> ()");
   m.def(
       "code_rows(Tensor source, Tensor(a!) data, Tensor(b!) scale, Tensor(c!)? offset, int first, int step, int start, "
@@ -164,6 +166,7 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("coded_rows", &coded_rows);
   m.impl("add_lora", &add_lora);
   m.impl("shared_sum", &shared_sum);
+  m.impl("shared_gather", &shared_gather);
   m.impl("pack_rows", &pack_rows);
   m.impl("code_rows", &code_rows);
   m.impl("argmax", &argmax);

@@ -1,4 +1,4 @@
-// A sum over processes of one machine, through memory that all of them have mapped.
+// Sums and gathers over processes of one machine, through memory that all of them have mapped.
 #pragma once
 
 #include <string.h>
@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <thread>
 
 #include "checks.h"
@@ -89,11 +90,16 @@ bool wait_for(SumLine& other, uint32_t number, SumLine& mine, int64_t wait_ns) {
   return true;
 }
 
-// x becomes the sum of all ranks' x, added in the order of ranks. memory: a SumLine for each rank, then two halves with
-// a slot for each; pieces take the halves in turn. So a slot is written again only when all have read it: a rank brings
-// piece n + 1 after it has read piece n. number: of this piece, one more than that before. Returns -1, or a rank that
-// has not come within `wait` seconds, and then x is as it was and the call may be made again.
-int64_t shared_sum(const Tensor& x, const Tensor& memory, int64_t rank, int64_t size, int64_t number, double wait) {
+// What all ranks have brought of a piece: a slot for each, `stride` numbers apart. late: a rank that has not come, or -1.
+struct Brought {
+  const float* terms;
+  int64_t stride, late;
+};
+
+// memory: a SumLine for each rank, then two halves with a slot for each; pieces take the halves in turn. So a slot is
+// written again only when all have read it: a rank brings piece n + 1 after it has read piece n. number: of this piece,
+// one more than that before. With a late rank, after `wait` seconds, the call may be made again.
+Brought bring_all(const Tensor& x, const Tensor& memory, int64_t rank, int64_t size, int64_t number, double wait) {
   check_float(x, "x");
   TORCH_CHECK_VALUE(x.is_contiguous(), "x must be contiguous");
   check_index(memory, "memory", at::kByte, 1);
@@ -104,24 +110,48 @@ int64_t shared_sum(const Tensor& x, const Tensor& memory, int64_t rank, int64_t 
   const auto line = [&](int64_t r) -> SumLine& { return *reinterpret_cast<SumLine*>(base + r * kSumLine); };
   const uint32_t piece = static_cast<uint32_t>(number);
   float* const half = reinterpret_cast<float*>(base + size * kSumLine) + (piece & 1) * size * slot;
-  float* const out = x.mutable_data_ptr<float>();
   if (line(rank).number.load() != piece) {
-    memcpy(half + rank * slot, out, 4 * n);
+    memcpy(half + rank * slot, x.const_data_ptr<float>(), 4 * n);
     bring(line(rank), piece);
   }
   for (int64_t r = 0; r < size; ++r) {
     if (r == rank) continue;
-    if (!wait_for(line(r), piece, line(rank), static_cast<int64_t>(wait * 1e9))) return r;
+    if (!wait_for(line(r), piece, line(rank), static_cast<int64_t>(wait * 1e9))) return {half, slot, r};
     TORCH_CHECK(!line(r).given_up.load(), "rank ", r, " has given up");
   }
+  return {half, slot, -1};
+}
+
+// x becomes the sum of all ranks' x, added in the order of ranks. Returns -1, or a late rank, and then x is as it was.
+int64_t shared_sum(const Tensor& x, const Tensor& memory, int64_t rank, int64_t size, int64_t number, double wait) {
+  const Brought all = bring_all(x, memory, rank, size, number, wait);
+  if (all.late >= 0) return all.late;
+  float* const out = x.mutable_data_ptr<float>();
+  const int64_t n = x.numel();
   for (int64_t first = 0; first < n; first += kSumBlock) {
     const int64_t count = std::min(kSumBlock, n - first);
-    memcpy(out + first, half + first, 4 * count);
+    memcpy(out + first, all.terms + first, 4 * count);
     for (int64_t r = 1; r < size; ++r) {
-      const float* const term = half + r * slot + first;
+      const float* const term = all.terms + r * all.stride + first;
       for (int64_t i = 0; i < count; ++i) out[first + i] += term[i];
     }
   }
+  return -1;
+}
+
+// out: [size, at least n], all ranks' x; none where a rank wants nothing of it. Returns as shared_sum does.
+int64_t shared_gather(const Tensor& x, const Tensor& memory, int64_t rank, int64_t size, int64_t number, double wait,
+                      const std::optional<Tensor>& out) {
+  const int64_t n = x.numel();
+  if (out) {
+    check_float(*out, "out");
+    TORCH_CHECK_VALUE(out->dim() == 2 && out->size(0) == size && out->size(1) >= n && out->stride(1) == 1,
+                      "out must be [", size, ", ", n, "] with its rows in one piece, got shape ", out->sizes());
+  }
+  const Brought all = bring_all(x, memory, rank, size, number, wait);
+  if (all.late >= 0 || !out) return all.late;
+  for (int64_t r = 0; r < size; ++r)
+    memcpy(out->mutable_data_ptr<float>() + r * out->stride(0), all.terms + r * all.stride, 4 * n);
   return -1;
 }
 

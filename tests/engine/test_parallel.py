@@ -31,6 +31,7 @@ def collectives(group: ParallelGroup) -> dict[str, object]:
         sums.append(group.all_reduce(x.view(-1, 4)[:, 1:]))
     compiled = group._exchange is not None and group._exchange.adds(x)
     logits = group.gather(torch.full((2, 3), float(rank)), width=3 * size - 1)
+    many = group.gather(torch.full((50, 2000), float(rank)), width=2000 * size - 3)
     chosen = group.broadcast(torch.tensor([7 + rank, 8]))
     group.close()
     group.close()
@@ -40,6 +41,7 @@ def collectives(group: ParallelGroup) -> dict[str, object]:
         "min": smallest,
         "sums": sums,
         "logits": logits,
+        "many": many,
         "chosen": chosen,
     }
 
@@ -64,6 +66,8 @@ def test_collectives(size: int, compiled: bool) -> None:
     row = [float(rank) for rank in range(size) for _ in range(3)][:-1]
     assert results[0]["logits"].tolist() == [row, row]
     assert all(result["logits"].shape == (0, len(row)) for result in results[1:])
+    expected = torch.arange(size).repeat_interleave(2000)[:-3].expand(50, -1)
+    assert torch.equal(results[0]["many"], expected.float())
 
 
 def losses(group: ParallelGroup, how: str) -> list[str]:

@@ -53,6 +53,20 @@ def test_all_ranks_get_the_bits_of_the_definition(size: int) -> None:
     assert run(size, add_up) == [0] * size
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_first_rank_gathers_what_all_have(size: int) -> None:
+    def gather(total: SharedSum, rank: int) -> None:
+        for count in (*SIZES, 2, 576):
+            found = total.gather(term(rank, count), 60, nothing)
+            assert (found is None) == (rank > 0)
+            if found is not None:
+                assert torch.equal(found, torch.stack([term(r, count) for r in range(size)]))
+            # Sums between them take the same memory.
+            assert torch.equal(total(term(rank, 5), 60, nothing), reference([term(r, 5) for r in range(size)]))
+
+    assert run(size, gather) == [0] * size
+
+
 def test_a_rank_that_is_slow_is_waited_for_and_the_caller_looks_around_meanwhile() -> None:
     def add_up(total: SharedSum, rank: int) -> None:
         looks: list[None] = []
