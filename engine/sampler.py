@@ -72,7 +72,7 @@ def score_prompt(
     hidden: [T, hidden].
     """
     parts = [
-        sampler.logprobs_of(logits_of(hidden[at]), targets, inputs.num_top)
+        sampler.logprobs_of(logits_of(hidden.index_select(0, at)), targets, inputs.num_top)
         for at, targets in zip(inputs.at.split(num_rows), inputs.targets.split(num_rows), strict=True)
     ]
     return TokenLogprobs(

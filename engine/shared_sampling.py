@@ -38,5 +38,5 @@ def score_together(model: Decoder, hidden: Tensor, inputs: PromptScoreInputs, nu
     if model.group.rank == 0:
         return score_prompt(model.logits, hidden, inputs, num_rows)
     for at in inputs.at.split(num_rows):
-        model.logits(hidden[at])
+        model.logits(hidden.index_select(0, at))
     return None

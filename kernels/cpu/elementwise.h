@@ -34,6 +34,12 @@ INLINE void normalise(const float* x, const float* weight, float factor, float* 
   for (; i < n; ++i) out[i] = weight[i] * (x[i] * factor);
 }
 
+INLINE void add(const float* a, const float* b, float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(a + i) + load(b + i));
+  for (; i < n; ++i) out[i] = a[i] + b[i];
+}
+
 static void rms_norm(Rows x, const float* weight, float eps, float* out, int threads) {
   const int64_t rows = x.outer * x.inner, n = x.n;
   for_rows(rows, rows * n, threads, [&](int64_t row) {
@@ -45,25 +51,21 @@ static void rms_norm(Rows x, const float* weight, float eps, float* out, int thr
 static void add_rms_norm(const float* x, const float* residual, const float* weight, float eps, float* out,
                          float* total, int64_t rows, int64_t n, int threads) {
   for_rows(rows, rows * n, threads, [&](int64_t row) {
-    const float *a = x + row * n, *b = residual + row * n;
     float* added = total + row * n;
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(added + i, load(b + i) + load(a + i));
-    for (; i < n; ++i) added[i] = b[i] + a[i];
+    add(residual + row * n, x + row * n, added, n);
     normalise(added, weight, inverse_rms(added, n, eps), out + row * n, n);
   });
 }
+
+INLINE Vec silu(Vec x) { return x / (exp2(x * -kLog2e) + 1.0f); }
 
 static void silu_and_mul(const float* x, int64_t stride, float* out, int64_t rows, int64_t n, int threads) {
   for_rows(rows, rows * n, threads, [&](int64_t row) {
     const float *gate = x + row * stride, *up = gate + n;
     float* to = out + row * n;
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      const Vec g = load(gate + i);
-      store(to + i, g / (exp2(g * -kLog2e) + 1.0f) * load(up + i));
-    }
-    for (; i < n; ++i) to[i] = gate[i] / (exp2(splat(gate[i] * -kLog2e))[0] + 1.0f) * up[i];
+    for (; i + kLanes <= n; i += kLanes) store(to + i, silu(load(gate + i)) * load(up + i));
+    for (; i < n; ++i) to[i] = silu(splat(gate[i]))[0] * up[i];
   });
 }
 

@@ -121,8 +121,8 @@ constexpr float kTiny = 1e-30f;  // a group of activations under this is zero, a
 constexpr float kHuge = 1e30f;   // powers of two that go with them are far from the ends of float32's range
 constexpr int64_t kLoneRows = 4;   // up to so many rows each thread quantises for itself rather than wait
 constexpr int kActivationGroupBytes = 20 + 4 * kGroup;  // a quantised group and an outlier at most
-constexpr int kTileOutlierBytes = 20;
 constexpr int64_t kQuantizedRowBlock = 128;  // rows of an item: their activations stay in the second-level cache
+constexpr int64_t kDecodedOutliers = 512;    // columns of weights that are decoded once for all outliers of a row block
 constexpr float kOutlier = 2.0f;  // of the mean of a row's groups' largest: activations above it stay in float32
 
 // out: [rows, n] = x: [rows, k] times the quantised weight, plus the bias unless null. `gated`: the weight's rows are a
@@ -140,10 +140,19 @@ struct QuantizedLinear {
   const float* bias;       // [n]
   bool gated;
   float* out;
-  float* lines;       // scratch for each thread: kGroup + 1 for each group
+  float* lines;       // scratch for each thread: line_floats
   void* activations;  // scratch: kActivationGroupBytes for each of the `row_groups` of `rows` rows, or of kLoneRows for each thread
-  void* outliers;     // scratch for each thread: kTileOutlierBytes for each group of kQuantizedRowBlock rows, or of `rows`
+  void* outliers;     // scratch for each thread: outlier_bytes
 };
+
+// A row of whole groups, and room for a number of each.
+static inline int64_t line_floats(int64_t groups) { return groups * kGroup + (groups + 15) / 16 * 16; }
+
+// Scratch for the outliers of a row block of a product of `rows` rows and `groups` groups, a multiple of 64.
+static inline int64_t outlier_bytes(int64_t rows, int64_t groups) {
+  const int64_t block = rows < kQuantizedRowBlock ? rows : kQuantizedRowBlock;
+  return (kDecodedOutliers * (kPanel + 1) * 4 + (block + 1) * 4 + block * groups * 8 + 63) / 64 * 64;
+}
 
 constexpr int kLoraTile = 16;         // tokens of a tile at most
 constexpr int kMaxLoraWidth = 2048;   // ranks of all parts of a layer

@@ -166,17 +166,17 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
   }
   if (out.numel() == 0) return {out, total};
   const int64_t rows = out.numel() / width, team = threads();
-  const int64_t lines = team * groups * (kGroup + 1);
+  const int64_t lines = team * line_floats(groups);
   const int64_t quantized = std::max(rows, kLoneRows * team) * row_groups(groups, offset.has_value()) *
                             (kActivationGroupBytes / 4);
-  const int64_t outliers = team * std::min(rows, kQuantizedRowBlock) * groups * (kTileOutlierBytes / 4);
-  Tensor scratch = at::empty({lines + quantized + outliers}, x.options());
+  const int64_t outliers = team * outlier_bytes(rows, groups) / 4;
+  Tensor scratch = at::empty({outliers + lines + quantized}, x.options());
   float* memory = scratch.data_ptr<float>();
   const auto data_of = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
   active->quantized_linear(
       {x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, rows, n, k, data_of(residual), data_of(norm),
        static_cast<float>(eps), residual_in ? total.data_ptr<float>() : nullptr, codes, data_of(bias_values), gated,
-       out.data_ptr<float>(), memory, memory + lines, memory + lines + quantized},
+       out.data_ptr<float>(), memory + outliers, memory + outliers + lines, memory},
       static_cast<int>(team));
   return {out, total};
 }

@@ -5,6 +5,9 @@
 // groups' largest are taken out: some two of 576 (after LLM.int8(), Dettmers et al., 2022, which takes whole
 // channels out by a fixed threshold). They meet the weights in float32, after the whole sum of the others and in order,
 // so a row's result is the same bits in every batch.
+//
+// Rows have most of their outliers in the same few dimensions, so the weights of a dimension are decoded once for all
+// rows of a block, and each row multiplies its own: no zeros, and no shifts and masks but the first.
 #pragma once
 
 #include "codes.h"
@@ -17,14 +20,7 @@ struct Outlier {
   float value;
 };
 
-// Of the rows of a tile: a value for each, 0 where a row has none there.
-struct TileOutlier {
-  int32_t at;
-  float value[kTileHeight];
-};
-
 static_assert(sizeof(ActivationGroup) + sizeof(Outlier) <= kActivationGroupBytes);
-static_assert(sizeof(TileOutlier) <= kTileOutlierBytes);
 
 constexpr int32_t kNoMore = INT32_MAX;  // `at` of what closes a list
 
@@ -45,31 +41,48 @@ INLINE Activations activations_in(void* memory, int64_t rows, int64_t groups, bo
   return {x, reinterpret_cast<Outlier*>(x + rows * row_groups(groups, nibbles)), groups, nibbles};
 }
 
-// One row: x, of whole groups, which is left without its outliers. tops: room for a number of each group.
+// Takes what is above `loud` out of a group, for zeros, as long as there is room before `last`. at: of its first value
+// along k. Returns where the next outlier goes.
+INLINE Outlier* take_outliers(float* group, float loud, int64_t at, Outlier* next, const Outlier* last) {
+  for (int i = 0; i < kGroup; i += kLanes) {
+    const Vec v = load(group + i);
+    const IntVec above = magnitude(v) > splat(loud);
+    store(group + i, above ? Vec{} : v);
+    for (uint32_t lanes = lanes_of(above); lanes; lanes &= lanes - 1) {
+      const int lane = __builtin_ctz(lanes);
+      if (next == last)
+        group[i + lane] = v[lane];
+      else
+        *next++ = {static_cast<int32_t>(at + i + lane), v[lane]};
+    }
+  }
+  return next;
+}
+
+// One row: x, of whole groups, which is left without its outliers; tops: the largest magnitude of each group, and room
+// for whole vectors of them. Which groups have outliers is found for all at once: the CPU guesses a branch in each wrong.
 INLINE void quantize_values(float* x, float* tops, const Activations& to) {
-  float total = 0.0f;
-  for (int64_t g = 0; g < to.groups; ++g) total += tops[g] = largest_magnitude(x + g * kGroup, kGroup);
-  const float loud = total * (kOutlier / static_cast<float>(to.groups));
+  Vec totals = {};
+  for (int64_t g = to.groups; g % kLanes; ++g) tops[g] = 0.0f;
+  for (int64_t g = 0; g < to.groups; g += kLanes) totals += load(tops + g);
+  const float loud = sum(totals) * (kOutlier / static_cast<float>(to.groups));
   Outlier *next = to.outliers, *const last = next + to.groups - 1;
+  for (int64_t first = 0; first < to.groups; first += kLanes)
+    for (uint32_t lanes = lanes_of(load(tops + first) > splat(loud)); lanes; lanes &= lanes - 1) {
+      const int64_t g = first + __builtin_ctz(lanes);
+      next = take_outliers(x + g * kGroup, loud, g * kGroup, next, last);
+      tops[g] = largest_magnitude(x + g * kGroup, kGroup);
+    }
+  next->at = kNoMore;
   ActivationGroup* rest = to.x + to.groups;
   float sums[kGroup] = {};
   for (int64_t g = 0; g < to.groups; ++g) {
-    float top = tops[g];
-    if (top > loud) {
-      for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) {
-        if (!(__builtin_fabsf(x[i]) > loud) || next == last) continue;
-        *next++ = {static_cast<int32_t>(i), x[i]};
-        x[i] = 0.0f;
-      }
-      top = largest_magnitude(x + g * kGroup, kGroup);
-    }
-    sums[g % kGroup] = quantize_group(x + g * kGroup, top, zero_code(to.nibbles), to.x[g]);
+    sums[g % kGroup] = quantize_group(x + g * kGroup, tops[g], zero_code(to.nibbles), to.x[g]);
     if (to.nibbles && ((g + 1) % kGroup == 0 || g + 1 == to.groups)) {
       quantize_group(sums, largest_magnitude(sums, kGroup), zero_code(false), *rest++);
       for (float& sum : sums) sum = 0.0f;
     }
   }
-  next->at = kNoMore;
 }
 
 INLINE Vec code_values(LaneVec codes, int32_t zero, const uint16_t* scale) {
@@ -94,46 +107,75 @@ INLINE void weights_at(const Codes& panel, int32_t at, Vec (&w)[VECS]) {
   }
 }
 
-// to: `groups` for each of the rows.
-INLINE void merge_outliers(const Activations& x, int64_t rows, TileOutlier* to) {
-  const Outlier* next[kTileHeight];
-  for (int64_t r = 0; r < rows; ++r) next[r] = x.outliers + r * x.groups;
-  for (;; ++to) {
-    int32_t at = kNoMore;
-    for (int64_t r = 0; r < rows; ++r) at = next[r]->at < at ? next[r]->at : at;
-    to->at = at;
-    if (at == kNoMore) return;
-    for (int64_t r = 0; r < rows; ++r) to->value[r] = next[r]->at == at ? next[r]++->value : 0.0f;
-  }
+// The outliers of a block of rows as one thread meets them.
+struct BlockOutliers {
+  Outlier* entries;     // of all rows in turn; `at`: a place in `dimensions`, or along k if there are none
+  int32_t* first;       // [rows + 1], where the entries of each row begin
+  int32_t* dimensions;  // [count]
+  int32_t count;        // 0: no outliers, too many dimensions, or a single row; rows then decode their own
+  float* weights;       // [parts, count, kPanel], those of the panels at hand
+};
+
+// memory: of outlier_bytes(rows, groups).
+INLINE BlockOutliers block_outliers_in(void* memory, int64_t rows) {
+  float* weights = static_cast<float*>(memory);
+  int32_t* dimensions = reinterpret_cast<int32_t*>(weights + kDecodedOutliers * kPanel);
+  int32_t* first = dimensions + kDecodedOutliers;
+  return {reinterpret_cast<Outlier*>(first + rows + 1), first, dimensions, 0, weights};
 }
 
-// Add the outliers of ROWS rows to their sums against a panel, `out`: rows of kPanel floats.
-template <int ROWS, bool NIBBLES>
-static void outlier_tile(const TileOutlier* outliers, const Codes& panel, float* out) {
-  constexpr int vecs = kLanes == 16 ? 3 : 2;
-  for (int c = 0; c < kPanel; c += vecs * kLanes) {
-    const Codes columns = {panel.data + c * 4, panel.scale + c, nullptr, NIBBLES ? panel.rest + c * 4 : nullptr,
-                           NIBBLES ? panel.rest_scale + c : nullptr};
-    Vec total[ROWS][vecs];
-    for (int r = 0; r < ROWS; ++r)
-      for (int j = 0; j < vecs; ++j) total[r][j] = load(out + r * kPanel + c + j * kLanes);
-    for (const TileOutlier* next = outliers; next->at != kNoMore; ++next) {
-      Vec w[vecs];
-      weights_at<NIBBLES>(columns, next->at, w);
-      for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < vecs; ++j) total[r][j] += w[j] * next->value[r];
+// places: scratch for k numbers. parts: panels that one product takes, kDecodedOutliers dimensions for all of them.
+INLINE void gather_outliers(const Activations& x, int64_t rows, int64_t parts, int32_t* places, BlockOutliers& to) {
+  const auto copy = [&](const auto& place_of) {
+    int32_t next = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      to.first[r] = next;
+      for (const Outlier* outlier = x.outliers + r * x.groups; outlier->at != kNoMore; ++outlier)
+        to.entries[next++] = {place_of(outlier->at), outlier->value};
     }
-    for (int r = 0; r < ROWS; ++r)
-      for (int j = 0; j < vecs; ++j) store(out + r * kPanel + c + j * kLanes, total[r][j]);
+    to.first[rows] = next;
+  };
+  to.count = 0;
+  if (rows > 1) {
+    for (int64_t i = 0; i < x.groups * kGroup; ++i) places[i] = -1;
+    const int32_t most = static_cast<int32_t>(kDecodedOutliers / parts);
+    copy([&](int32_t at) {
+      if (places[at] < 0 && to.count <= most) {
+        if (to.count < most) to.dimensions[to.count] = at;
+        places[at] = to.count++;
+      }
+      return places[at];
+    });
+    if (to.count > most) to.count = 0;
+  }
+  if (to.count == 0) copy([](int32_t at) { return at; });
+}
+
+constexpr int kPanelVecs = kPanel / kLanes;
+
+// The weights of the block's outliers in one panel, the product's part `part`.
+template <bool NIBBLES>
+static void decode_outliers(const BlockOutliers& block, const Codes& panel, int64_t part) {
+  float* to = block.weights + part * block.count * kPanel;
+  for (int32_t i = 0; i < block.count; ++i, to += kPanel) {
+    Vec w[kPanelVecs];
+    weights_at<NIBBLES>(panel, block.dimensions[i], w);
+    for (int j = 0; j < kPanelVecs; ++j) store(to + j * kLanes, w[j]);
   }
 }
 
-// As `quantized_lines`, which goes before it.
+// Add the outliers of row `row` of a block to its sums against a panel.
 template <bool NIBBLES>
-INLINE void outlier_lines(const TileOutlier* outliers, int64_t height, const Codes& panel, float* out) {
-  typedef void (*Tile)(const TileOutlier*, const Codes&, float*);
-  static constexpr Tile tiles[] = {nullptr, outlier_tile<1, NIBBLES>, outlier_tile<2, NIBBLES>,
-                                   outlier_tile<min(3, kTileHeight), NIBBLES>,
-                                   outlier_tile<min(4, kTileHeight), NIBBLES>};
-  if (outliers->at != kNoMore) tiles[height](outliers, panel, out);
+INLINE void add_outliers(const BlockOutliers& block, const Codes& panel, int64_t part, int64_t row,
+                         Vec (&sums)[kPanelVecs]) {
+  const float* weights = block.weights + part * block.count * kPanel;
+  const Outlier *next = block.entries + block.first[row], *const end = block.entries + block.first[row + 1];
+  for (; next != end; ++next) {
+    Vec w[kPanelVecs];
+    if (block.count)
+      for (int j = 0; j < kPanelVecs; ++j) w[j] = load(weights + next->at * kPanel + j * kLanes);
+    else
+      weights_at<NIBBLES>(panel, next->at, w);
+    for (int j = 0; j < kPanelVecs; ++j) sums[j] += w[j] * next->value;
+  }
 }

@@ -18,10 +18,6 @@
 
 constexpr int64_t kLineRows = 32;            // rows of a panel's product that are held at once
 
-INLINE void add_bias(float* line, const float* bias, int64_t columns) {
-  for (int64_t c = 0; c < columns; ++c) line[c] += bias[c];
-}
-
 // `count` pieces of even length: 5 rows in 2 are 3 + 2.
 template <typename Body>
 INLINE void each_piece(int64_t rows, int64_t count, const Body& body) {
@@ -31,59 +27,72 @@ INLINE void each_piece(int64_t rows, int64_t count, const Body& body) {
 INLINE int64_t tiles_in(int64_t rows) { return (rows + kTileHeight - 1) / kTileHeight; }
 INLINE int64_t line_blocks_in(int64_t rows) { return (rows + kLineRows - 1) / kLineRows; }
 
-// The outliers of the tiles of x's rows; `to`: of each tile from its first row on.
-INLINE void merge_tiles(const Activations& x, int64_t rows, TileOutlier* to) {
-  each_piece(rows, line_blocks_in(rows), [&](int64_t, int64_t block, int64_t height) {
-    each_piece(height, tiles_in(height), [&](int64_t, int64_t first, int64_t count) {
-      merge_outliers(x.from(block + first), count, to + (block + first) * x.groups);
-    });
-  });
-}
-
-// `rows` rows of the product with a panel, kLineRows at most; next: the panel that comes after it, or null.
+// `rows` rows of the product with a panel, kLineRows at most, without outliers. next: the panel that comes after it, or
+// null; out: unless null, where the first of these rows will be written, `width` apart: its memory is fetched meanwhile,
+// since a line that is not in cache when it is written takes longer than the sums that go there.
 template <bool NIBBLES>
-INLINE void multiply_panel(const Codes& panel, const Codes* next, const Activations& x, const TileOutlier* outliers,
-                           int64_t rows, float* lines) {
+INLINE void multiply_panel(const Codes& panel, const Codes* next, const Activations& x, int64_t rows, float* lines,
+                           const float* out, int64_t width) {
   constexpr int all = group_lines(NIBBLES);
   const int64_t tiles = tiles_in(rows);
   each_piece(rows, tiles, [&](int64_t i, int64_t first, int64_t height) {
     const int begin = static_cast<int>(all * i / tiles), end = static_cast<int>(all * (i + 1) / tiles);
     const Ahead ahead = next ? Ahead{*next, begin, end} : Ahead{};
+    for (int64_t r = first; out && r < first + height; ++r)
+      for (int c = 0; c < kPanel; c += 16) __builtin_prefetch(out + r * width + c, 1);
     quantized_lines<NIBBLES>(x.from(first).x, height, panel, x.groups, ahead, lines + first * kPanel);
-    outlier_lines<NIBBLES>(outliers + first * x.groups, height, panel, lines + first * kPanel);
   });
 }
 
-// Rows `row` to `row + rows`, kLineRows at most, of panel `panel` of the result; x: their activations; outliers: of
-// their tiles; next: the panel that comes after it, or -1. All of a gate comes before the up projection, so that one panel
-// at a time is in cache.
+// One row of a panel's product with all that comes after the tiles. line: the sums of the tiles; row: in its block.
 template <bool NIBBLES>
-INLINE void quantized_panel(const QuantizedLinear& a, const Activations& x, const TileOutlier* outliers, int64_t panel,
-                            int64_t next, int64_t row, int64_t rows) {
+INLINE void finish_line(const float* line, const BlockOutliers& outliers, const Codes& panel, int64_t part, int64_t row,
+                        const float* bias, Vec (&sums)[kPanelVecs]) {
+  for (int j = 0; j < kPanelVecs; ++j) sums[j] = load(line + j * kLanes);
+  add_outliers<NIBBLES>(outliers, panel, part, row, sums);
+  if (!bias) return;
+  for (int j = 0; j < kPanelVecs; ++j) sums[j] += load(bias + j * kLanes);
+}
+
+// Rows `row` to `row + rows` of a row block, kLineRows at most, of panel `panel` of the result. x: activations of the
+// block, whose first row is `block`; next: the panel that comes after it, or -1. All of a gate comes before the up
+// projection, so that one panel at a time is in cache, which is when the outliers' weights are decoded.
+template <bool NIBBLES>
+INLINE void quantized_panel(const QuantizedLinear& a, const Activations& x, const BlockOutliers& outliers,
+                            int64_t panel, int64_t next, int64_t block, int64_t row, int64_t rows) {
   const int64_t groups = x.groups, parts = 1 + a.gated;
   const int64_t column = panel * kPanel, width = a.gated ? a.n / 2 : a.n, columns = min(kPanel, width - column);
   // With so few rows that codes are used as fast as they come, the CPU's own prefetching does better.
   const bool fetch = next >= 0 && rows > (NIBBLES ? 1 : kTileHeight);
   alignas(64) float lines[2][kLineRows * kPanel];
+  alignas(64) float biases[2][kPanel];
+  Codes codes[2];
+  float* out = a.out + (block + row) * width + column;
   for (int64_t part = 0; part < parts; ++part) {
+    codes[part] = panel_of(a.codes, panel * parts + part, groups);
     const Codes ahead = panel_of(a.codes, max(next, 0) * parts + part, groups);
-    multiply_panel<NIBBLES>(panel_of(a.codes, panel * parts + part, groups), fetch ? &ahead : nullptr, x, outliers,
-                            rows, lines[part]);
+    multiply_panel<NIBBLES>(codes[part], fetch ? &ahead : nullptr, x.from(row), rows, lines[part],
+                            part + 1 == parts ? out : nullptr, width);
+    if (row == 0) decode_outliers<NIBBLES>(outliers, codes[part], part);
+    if (a.bias)
+      for (int64_t c = 0; c < kPanel; ++c) biases[part][c] = c < columns ? a.bias[part * width + column + c] : 0.0f;
   }
   for (int64_t r = 0; r < rows; ++r) {
-    float *line = lines[0] + r * kPanel, *to = a.out + (row + r) * width + column;
-    if (a.bias) add_bias(line, a.bias + column, columns);
+    Vec y[kPanelVecs];
+    finish_line<NIBBLES>(lines[0] + r * kPanel, outliers, codes[0], 0, row + r, a.bias ? biases[0] : nullptr, y);
     if (a.gated) {
-      float* up = lines[1] + r * kPanel;
-      if (a.bias) add_bias(up, a.bias + width + column, columns);
-      for (int c = 0; c < kPanel; c += kLanes) {
-        const Vec gate = load(line + c);
-        store(line + c, gate / (exp2(gate * -kLog2e) + 1.0f) * load(up + c));
-      }
+      Vec up[kPanelVecs];
+      finish_line<NIBBLES>(lines[1] + r * kPanel, outliers, codes[1], 1, row + r, a.bias ? biases[1] : nullptr, up);
+      for (int j = 0; j < kPanelVecs; ++j) y[j] = silu(y[j]) * up[j];
     }
-    int64_t c = 0;
-    for (; c + kLanes <= columns; c += kLanes) store(to + c, load(line + c));
-    for (; c < columns; ++c) to[c] = line[c];
+    float* to = out + r * width;
+    if (columns == kPanel) {
+      for (int j = 0; j < kPanelVecs; ++j) store(to + j * kLanes, y[j]);
+    } else {
+      float* line = lines[0] + r * kPanel;
+      for (int j = 0; j < kPanelVecs; ++j) store(line + j * kLanes, y[j]);
+      for (int64_t c = 0; c < columns; ++c) to[c] = line[c];
+    }
   }
 }
 
@@ -91,25 +100,21 @@ INLINE void quantized_panel(const QuantizedLinear& a, const Activations& x, cons
 // line: as in QuantizedLinear; total: where the residual sum goes, or null.
 INLINE void quantize_row(const QuantizedLinear& a, int64_t row, float* line, float* total, const Activations& to) {
   const float* x = a.x + row * a.x_stride;
-  const int64_t k = a.k;
+  const int64_t k = a.k, whole = to.groups * kGroup;
   if (a.norm) {
-    const float* values = x;
     if (a.residual) {
-      const float* residual = a.residual + row * k;
-      int64_t i = 0;
-      for (; i + kLanes <= k; i += kLanes) store(line + i, load(residual + i) + load(x + i));
-      for (; i < k; ++i) line[i] = residual[i] + x[i];
-      if (total)
-        for (i = 0; i < k; ++i) total[row * k + i] = line[i];
-      values = line;
+      float* sums = total ? total + row * k : line;
+      add(a.residual + row * k, x, sums, k);
+      x = sums;
     }
-    normalise(values, a.norm, inverse_rms(values, k, a.eps), line, k);
+    normalise(x, a.norm, inverse_rms(x, k, a.eps), line, k);
   } else {
     for (int64_t i = 0; i < k; ++i) line[i] = x[i];
   }
-  const int64_t whole = to.groups * kGroup;
   for (int64_t i = k; i < whole; ++i) line[i] = 0.0f;
-  quantize_values(line, line + whole, to);
+  float* tops = line + whole;
+  for (int64_t g = 0; g < to.groups; ++g) tops[g] = largest_magnitude(line + g * kGroup, kGroup);
+  quantize_values(line, tops, to);
 }
 
 static void quantized_linear(const QuantizedLinear& a, int threads) {
@@ -121,7 +126,7 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
   const bool alone = a.rows <= kLoneRows, nibbles = a.codes.offset;
   int64_t next_row = 0, done = 0, next = 0;
   team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
-    float* line = a.lines + thread * groups * (kGroup + 1);
+    float* line = a.lines + thread * line_floats(groups);
     char* memory = static_cast<char*>(a.activations);
     if (alone) memory += thread * a.rows * row_groups(groups, nibbles) * kActivationGroupBytes;
     const Activations x = activations_in(memory, a.rows, groups, nibbles);
@@ -138,27 +143,28 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
       }
       wait_for(&done, a.rows, thread);
     }
-    TileOutlier* outliers = static_cast<TileOutlier*>(a.outliers) + thread * min(a.rows, kQuantizedRowBlock) * groups;
-    int64_t merged = -1;  // the first row of the item whose outliers these are
+    BlockOutliers outliers = block_outliers_in(static_cast<char*>(a.outliers) + thread * outlier_bytes(a.rows, groups),
+                                               min(a.rows, kQuantizedRowBlock));
+    int64_t gathered = -1;  // the first row of the block whose outliers these are
     const int64_t items = row_blocks * runs;
     const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
     for (int64_t i = take(); i < items;) {
       const int64_t row = i / runs * kQuantizedRowBlock, rows = min(kQuantizedRowBlock, a.rows - row);
       const int64_t first = i % runs * run, last = min(first + run, panels) - 1;
-      if (merged != row) merge_tiles(x.from(row), rows, outliers);
-      merged = row;
+      const Activations block = x.from(row);
       const int64_t count = line_blocks_in(rows);
+      if (gathered != row) gather_outliers(block, rows, 1 + a.gated, reinterpret_cast<int32_t*>(line), outliers);
+      gathered = row;
       for (int64_t panel = first; panel <= last; ++panel) {
         // The next item is taken while one panel is left, so that its first panel can be fetched meanwhile.
         if (panel == last) i = take();
         const int64_t then = panel < last ? panel + 1 : i < items ? i % runs * run : -1;
         each_piece(rows, count, [&](int64_t j, int64_t begin, int64_t height) {
           const int64_t next_panel = j + 1 < count ? -1 : then;
-          const Activations part = x.from(row + begin);
           if (nibbles)
-            quantized_panel<true>(a, part, outliers + begin * groups, panel, next_panel, row + begin, height);
+            quantized_panel<true>(a, block, outliers, panel, next_panel, row, begin, height);
           else
-            quantized_panel<false>(a, part, outliers + begin * groups, panel, next_panel, row + begin, height);
+            quantized_panel<false>(a, block, outliers, panel, next_panel, row, begin, height);
         });
       }
     }
