@@ -1,10 +1,10 @@
 // y = x W^T + bias with W in panels of kPanel output columns: [panels, k, kPanel] as float32, in pairs of dimensions,
 // [panels, k / 2, kPanel, 2], as bfloat16, or as `Codes`.
 //
-// Narrow storage cuts what a decode step reads, which is what limits it. A few dimensions of a panel meet all rows of an
-// item before the next ones do, so they are read and widened once and are in the first-level cache then; meanwhile the
-// panel that comes next is fetched. A sum runs over k in order and in float32 whatever the tile and the storage, so a
-// row's result is the same bits in every batch.
+// Narrow storage cuts what a decode step reads, which is what limits it. A few dimensions of a panel meet all rows of
+// an item before the next ones do, so they are read and widened once and are in the first-level cache then; meanwhile
+// the panel that comes next is fetched. A sum runs over k in order and in float32 whatever the tile and the storage, so
+// a row's result is the same bits in every batch.
 #pragma once
 
 #include "kernels.h"
@@ -14,6 +14,7 @@
 
 constexpr int64_t kRowBlock = 128;  // rows of an item: x of that many stays in the second-level cache
 constexpr int64_t kDepth = 96;      // dimensions that meet all rows before the next ones
+static_assert(kDepth % kGroup == 0);
 
 struct LinearScratch {
   alignas(64) float wide[kDepth * kPanel];      // some dimensions of a panel
@@ -72,8 +73,9 @@ INLINE void multiply_tile(int64_t height, bool, bool, const float* x, int64_t x_
   kFloatTiles[height](x, x_stride, w.w + first * kPanel, first, last, ahead, lines);
 }
 template <typename Weights>
-INLINE void multiply_tile(int64_t height, bool is_first, bool is_only, const float* x, int64_t x_stride, const Weights& w,
-                          int64_t first, int64_t last, const LinesAhead& ahead, float* wide, float* lines) {
+INLINE void multiply_tile(int64_t height, bool is_first, bool is_only, const float* x, int64_t x_stride,
+                          const Weights& w, int64_t first, int64_t last, const LinesAhead& ahead, float* wide,
+                          float* lines) {
   if (is_first)
     WideningTiles<Weights>::tiles[height](x, x_stride, w, first, last, ahead, wide, is_only ? 0 : kPanel, lines);
   else
@@ -86,6 +88,7 @@ INLINE void linear_panel(const Linear& a, const Weights& weights, int64_t panel,
                          int64_t rows, LinearScratch& s) {
   const Weights then = panel_of(weights, max(next, 0), a.k);
   const int64_t column = panel * kPanel, columns = min(kPanel, a.n - column);
+  float* out = a.out + row * a.n + column;
   const int64_t tiles = (rows + kLinearRows - 1) / kLinearRows;
   const int64_t height = rows / tiles, higher = rows % tiles;  // of even height: 9 rows are 5 + 4
   const int64_t depth = tiles > 1 ? kDepth : a.k, steps = (a.k + kStep - 1) / kStep * tiles;
@@ -100,7 +103,11 @@ INLINE void linear_panel(const Linear& a, const Weights& weights, int64_t panel,
       if (ahead.count) fetch_scales(then, first, last);
       for (int64_t i = 0, r = 0; i < tiles; ++i) {
         const int64_t count = height + (i < higher);
-        multiply_tile(count, i == 0, tiles == 1, a.x + (row + r) * a.x_stride, a.x_stride, w, first, last, ahead, s.wide + c,
+        const float* x = a.x + (row + r) * a.x_stride;
+        if (last == a.k && columns == kPanel)
+          for (int64_t j = r; j < r + count; ++j)
+            for (int64_t f = 0; f < kLinearColumns; f += 16) __builtin_prefetch(out + j * a.n + c + f, 1);
+        multiply_tile(count, i == 0, tiles == 1, x, a.x_stride, w, first, last, ahead, s.wide + c,
                       s.lines + r * kPanel + c);
         ahead.line += (last - first + kStep - 1) / kStep * ahead.count * 64;
         r += count;
@@ -110,7 +117,7 @@ INLINE void linear_panel(const Linear& a, const Weights& weights, int64_t panel,
   }
   for (int64_t r = 0; r < rows; ++r) {
     const float* line = s.lines + r * kPanel;
-    float* to = a.out + (row + r) * a.n + column;
+    float* to = out + r * a.n;
     int64_t c = 0;
     for (; c + kLanes <= columns; c += kLanes)
       store(to + c, a.bias ? load(line + c) + load(a.bias + column + c) : load(line + c));

@@ -1,8 +1,8 @@
 // A few rows of x against some dimensions of one panel of weights in float32, bfloat16 or codes.
 //
-// The first tile of rows widens the weights and leaves them as float32 for the others, which find them in the first-level
-// cache. Decoding takes two of a CPU's vector pipes and products the other two, so it costs little where each dimension
-// is decoded just before it is used.
+// The first tile of rows widens the weights and leaves them as float32 for the others, which find them in the
+// first-level cache. Widening takes other vector pipes than products, so it costs little where each dimension is
+// widened just before it is used.
 #pragma once
 
 #include "codes.h"
@@ -36,7 +36,9 @@ INLINE Vec spread(const float& x) {
   asm("vbroadcastss %1, %0" : "=" VECTOR(all) : "m"(x));
   return all;
 }
-INLINE void add_product(Vec& sum, Vec w, Vec x) { asm("vfmadd231ps %2, %1, %0" : "+" VECTOR(sum) : VECTOR(w), VECTOR(x)); }
+INLINE void add_product(Vec& sum, Vec w, Vec x) {
+  asm("vfmadd231ps %2, %1, %0" : "+" VECTOR(sum) : VECTOR(w), VECTOR(x));
+}
 #undef VECTOR
 #else
 INLINE float spread(const float& x) { return x; }
@@ -46,8 +48,8 @@ INLINE void add_product(Vec& sum, Vec w, float x) { sum += w * x; }
 // Weights of kLinearColumns columns from dimension 0 on. `dimensions` are widened at a time, which k is a multiple of:
 // `prepare` looks at what those from `at` on share, `get` gives one of them, `d`, by a vector of columns, `j`.
 //
-// Two bfloat16 values lie in a word, dimension 2 i in the low half, 2 i + 1 in the high half. A bfloat16 is the upper half
-// of the float32 of the same value, so a shift or a mask widens it.
+// Two bfloat16 values lie in a word, dimension 2 i in the low half, 2 i + 1 in the high half. A bfloat16 is the upper
+// half of the float32 of the same value, so a shift or a mask widens it.
 struct Pairs {
   static constexpr int dimensions = 2;
   const uint32_t* words;
@@ -71,8 +73,8 @@ struct Coded {
   static constexpr int dimensions = NIBBLES ? 8 : 4;
   Codes codes;
 
-  // In memory, since all registers hold sums. A code has at most 8 bits and a scale 11, so their product is exact, and the
-  // value is the one that its format defines, rounded once.
+  // In memory, since all registers hold sums. A code has at most 8 bits and a scale 11, so their product is exact, and
+  // the value is the one that its format defines, rounded once.
   struct Shared {
     alignas(64) float scale[kLinearColumns], offset[kLinearColumns];
   };
@@ -114,7 +116,7 @@ INLINE void add_dimension(const float* const (&x)[ROWS], int64_t at, const Vec (
   });
 }
 
-// Sums of ROWS rows, lines: rows of kPanel floats, grow by the dimensions from `first` to `last`; body(x, sums) adds them.
+// body(x, sums) adds some dimensions of ROWS rows to their sums, lines: rows of kPanel floats.
 template <int ROWS, typename Body>
 INLINE void add_to_lines(const float* x, int64_t x_stride, float* lines, const Body& body) {
   Vec sums[ROWS][kLinearVecs];
@@ -150,7 +152,8 @@ static void float_tile(const float* x, int64_t x_stride, const float* w, int64_t
   });
 }
 
-// As `float_tile`, of weights that are to be widened; to: where float_tile will find them, to_stride floats a dimension.
+// As `float_tile`, of weights that are to be widened; to: where float_tile will find them, to_stride floats a
+// dimension.
 template <int ROWS, typename Weights>
 static void widening_tile(const float* x, int64_t x_stride, const Weights& weights, int64_t first, int64_t last,
                           LinesAhead ahead, float* to, int64_t to_stride, float* lines) {
