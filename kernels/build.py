@@ -46,6 +46,7 @@ ISA_FLAGS = {
     "avx2_vnni": (*_AVX2, "-mavxvnni"),
     "avx512": _AVX512,
     "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
 }
 
 

@@ -17,7 +17,7 @@ from kernels import build
 logger = logging.getLogger(__name__)
 
 ISA_VARIABLE = "NANOSERVE_CPU_ISA"
-ISAS = ("portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni")
+ISAS = ("portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")
 
 _ops: Any = torch.ops.nanoserve
 

@@ -16,9 +16,12 @@ _CHUNK = 128
 class CpuBackend(AttentionBackend):
     """K: [num_blocks, kv_heads, head_dim, block_size], V: [num_blocks, kv_heads, block_size, head_dim].
 
-    K pages are transposed so that a vector register holds one dimension of neighbouring tokens: scores need no sums
-    across lanes. Block sizes are multiples of 16 up to 128, or multiples of 128. In int8, head_dim is 4 more: a page
-    holds its values as above, then block_size float32 scales.
+    K pages are transposed so that a vector register holds the same dimensions of neighbouring tokens: scores need no
+    sums across lanes. Block sizes are multiples of 16 up to 128, or multiples of 128. In int8, head_dim is 4 more: a
+    page holds its values, then block_size float32 scales. Narrow values lie in words of 32 bits that one instruction
+    multiplies at a time, so within a page K is [head_dim / n, block_size, n] and V [block_size / n, head_dim, n], n
+    being 2 in bfloat16 and 4 in int8; int8 values have 128 added. `kernels/cpu/attention_products.h` says what a row's
+    own numbers are rounded to.
     """
 
     name = "cpu"

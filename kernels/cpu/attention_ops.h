@@ -17,6 +17,8 @@ Tensor packed_heads(const Tensor& x, const char* name) {
 
 Heads heads_of(const Tensor& x) { return {x.const_data_ptr<float>(), x.size(1), x.stride(0)}; }
 
+constexpr Rotary kUnturned = {nullptr, nullptr, 0, nullptr};
+
 Rotary rotary_of(const Tensor& cos, const Tensor& sin, const Tensor& positions, int64_t tokens, int64_t head_dim) {
   check_float(cos, "cos");
   check_float(sin, "sin");
@@ -88,7 +90,7 @@ void store_kv(const Tensor& k_in, const Tensor& v_in, const Rotary& rotary, cons
 }
 
 void kv_write(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
-  store_kv(k, v, {nullptr, nullptr, 0, nullptr}, k_cache, v_cache, slots);
+  store_kv(k, v, kUnturned, k_cache, v_cache, slots);
 }
 
 Tensor rotary_write(const Tensor& q_in, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
@@ -103,9 +105,9 @@ Tensor rotary_write(const Tensor& q_in, const Tensor& k, const Tensor& v, const 
   return out;
 }
 
-Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, const Tensor& query_start,
-                       const Tensor& seq_lens, const Tensor& block_tables, const Tensor& rows, double scale, int64_t window,
-                       double soft_cap) {
+Tensor turned_attention(const Tensor& q_in, const Rotary& rotary, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& query_start, const Tensor& seq_lens, const Tensor& block_tables,
+                        const Tensor& rows, double scale, int64_t window, double soft_cap) {
   const Tensor q = packed_heads(q_in, "q");
   const Cache cache = cache_of(k_cache, v_cache);
   const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2);
@@ -177,11 +179,18 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   std::fill(out.data_ptr<float>() + used, out.data_ptr<float>() + out.numel(), 0.0f);
   if (items.empty()) return out;
   const std::unique_ptr<float[]> partial(new float[partial_size]);
-  active->attend({q.const_data_ptr<float>(), q.stride(0), out.data_ptr<float>(), cache, heads, start, length, row,
-                  tables, max_blocks, static_cast<float>(scale), window, static_cast<float>(soft_cap), items.data(), static_cast<int64_t>(items.size()),
-                  groups.data(), partial.get()},
+  active->attend({q.const_data_ptr<float>(), q.stride(0), rotary, out.data_ptr<float>(), cache, heads, start, length,
+                  row, tables, max_blocks, static_cast<float>(scale), window, static_cast<float>(soft_cap),
+                  items.data(), static_cast<int64_t>(items.size()), groups.data(), partial.get()},
                  threads());
   return out;
+}
+
+Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& query_start,
+                       const Tensor& seq_lens, const Tensor& block_tables, const Tensor& rows, double scale,
+                       int64_t window, double soft_cap) {
+  return turned_attention(q, kUnturned, k_cache, v_cache, query_start, seq_lens, block_tables, rows, scale, window,
+                          soft_cap);
 }
 
 // qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. Stores its keys, turned, and its values; then the attention of its
@@ -200,9 +209,10 @@ Tensor rotary_attention(const Tensor& qkv_in, const Tensor& cos, const Tensor& s
   const auto part = [&](int64_t count, int64_t first) {
     return qkv.as_strided({tokens, count, dim}, {stride, dim, 1}, qkv.storage_offset() + first * dim);
   };
-  const Tensor q = rotary_write(part(heads, 0), part(kv_heads, heads), part(kv_heads, heads + kv_heads), cos, sin,
-                                positions, k_cache, v_cache, slots);
-  return paged_attention(q, k_cache, v_cache, query_start, seq_lens, block_tables, rows, scale, window, soft_cap)
+  const Rotary rotary = rotary_of(cos, sin, positions, tokens, dim);
+  store_kv(part(kv_heads, heads), part(kv_heads, heads + kv_heads), rotary, k_cache, v_cache, slots);
+  return turned_attention(part(heads, 0), rotary, k_cache, v_cache, query_start, seq_lens, block_tables, rows, scale,
+                          window, soft_cap)
       .flatten(1);
 }
 

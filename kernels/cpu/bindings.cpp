@@ -34,8 +34,10 @@ std::string use_isa(std::string name) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   const Choice choices[] = {
-      {"avx512_vnni", avx512 && __builtin_cpu_supports("avx512vnni"), avx512_vnni_kernels},
+      {"avx512_bf16", avx512_vnni && __builtin_cpu_supports("avx512bf16"), avx512_bf16_kernels},
+      {"avx512_vnni", avx512_vnni, avx512_vnni_kernels},
       {"avx512", avx512, avx512_kernels},
       {"avx2_vnni", avx2 && has_avx_vnni(), avx2_vnni_kernels},
       {"avx2", avx2, avx2_kernels},
@@ -47,8 +49,8 @@ std::string use_isa(std::string name) {
     return choice.name;
   }
   TORCH_CHECK_VALUE(false, "this CPU has no instruction set called '", name,
-                    "': use 'best', 'portable', or 'avx2', 'avx2_vnni', 'avx512' or 'avx512_vnni' where the CPU has ",
-                    "them");
+                    "': use 'best', 'portable', or 'avx2', 'avx2_vnni', 'avx512', 'avx512_vnni' or 'avx512_bf16' where "
+                    "the CPU has them");
 #else
   TORCH_CHECK_VALUE(name == "best" || name == "portable", "this CPU has no instruction set called '", name,
                     "': use 'best' or 'portable'");

@@ -1,8 +1,7 @@
-// Normalisation, activation, rotary embedding and the KV store.
+// Normalisation, activation and rotary embedding.
 #pragma once
 
 #include "kernels.h"
-#include "kv_types.h"
 #include "simd.h"
 #include "team.h"
 
@@ -93,45 +92,4 @@ static void apply_rotary(Heads x, float* out, Rotary rotary, int64_t tokens, int
       turn(x.data + t * x.token_stride + h * head_dim, cos, sin, out + (t * x.heads + h) * head_dim, half,
            head_dim);
   });
-}
-
-template <typename Stored>
-static void write_as(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads) {
-  const int64_t size = cache.block_size, dim = cache.head_dim;
-  for_rows(tokens, tokens * k.heads * dim * 2, threads, [&](int64_t t) {
-    if (slots[t] < 0) return;
-    const int64_t block = slots[t] / size, offset = slots[t] % size;
-    for (int64_t h = 0; h < k.heads; ++h) {
-      const float* from = k.data + t * k.token_stride + h * dim;
-      alignas(64) float turned[kMaxHeadDim];
-      if (rotary.cos) {
-        const int64_t row = rotary.positions[t] * rotary.half;
-        turn(from, rotary.cos + row, rotary.sin + row, turned, rotary.half, dim);
-        from = turned;
-      }
-      const int64_t page = (block * cache.kv_heads + h) * page_bytes<Stored>(cache);
-      char *k_page = static_cast<char*>(cache.k) + page, *v_page = static_cast<char*>(cache.v) + page;
-      alignas(64) Stored stored[kMaxHeadDim];
-      const float k_scale = to_stored(from, stored, dim);
-      Stored* k_to = reinterpret_cast<Stored*>(k_page) + offset;
-      for (int64_t d = 0; d < dim; ++d) k_to[d * size] = stored[d];
-      const float v_scale =
-          to_stored(v.data + t * v.token_stride + h * dim, reinterpret_cast<Stored*>(v_page) + offset * dim, dim);
-      if (kHasScales<Stored>) {
-        scales_of(k_page, cache)[offset] = k_scale;
-        scales_of(v_page, cache)[offset] = v_scale;
-      }
-    }
-  });
-}
-
-static void write(Heads k, Heads v, Rotary rotary, Cache cache, const int64_t* slots, int64_t tokens, int threads) {
-  switch (cache.type) {
-    case KvType::kFloat:
-      return write_as<float>(k, v, rotary, cache, slots, tokens, threads);
-    case KvType::kBfloat16:
-      return write_as<Bfloat16>(k, v, rotary, cache, slots, tokens, threads);
-    case KvType::kInt8:
-      return write_as<int8_t>(k, v, rotary, cache, slots, tokens, threads);
-  }
 }

@@ -2,6 +2,7 @@
 #include "argmax.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "kv_store.h"
 #include "linear.h"
 #include "lora.h"
 #include "quantized_linear.h"

@@ -30,8 +30,9 @@ struct Rotary {
 
 enum class KvType { kFloat, kBfloat16, kInt8 };
 
-// One layer's pages. K: [num_blocks, kv_heads, head_dim, block_size], V: [num_blocks, kv_heads, block_size, head_dim].
-// An int8 page ends with block_size float32 numbers, the scale of each token.
+// One layer's pages, of words that hold `per` = 1, 2 or 4 numbers of float32, bfloat16 or int8. K: [num_blocks,
+// kv_heads, head_dim / per, block_size, per], V: [num_blocks, kv_heads, block_size / per, head_dim, per]. An int8 page
+// holds its numbers plus 128, and ends with block_size float32 numbers, the scale of each token.
 struct Cache {
   void* k;
   void* v;
@@ -57,6 +58,7 @@ struct Group {
 struct Attention {
   const float* q;  // [tokens, heads, head_dim], rows of q_stride
   int64_t q_stride;
+  Rotary rotary;  // turns q first, unless its cos is null
   float* out;  // [tokens, heads, head_dim]
   Cache cache;
   int64_t heads;
@@ -196,4 +198,5 @@ const Kernels& avx2_kernels();
 const Kernels& avx2_vnni_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512_vnni_kernels();
+const Kernels& avx512_bf16_kernels();
 #endif

@@ -1,4 +1,7 @@
-// How the KV cache stores numbers: float32, bfloat16, or int8 with a scale for each token of a KV head.
+// How the KV cache stores numbers: float32, bfloat16, or codes of 8 bits with a scale for each token of a KV head.
+//
+// Pages are arrays of 32-bit words, each with kPerWord numbers that a product takes together: of one token's
+// neighbouring dimensions in K, of one dimension's neighbouring tokens in V. An 8-bit code is the number plus 128.
 #pragma once
 
 #include "kernels.h"
@@ -8,29 +11,23 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
+struct KvCode {
+  uint8_t bits;
+};
+
 template <typename Stored>
 constexpr bool kHasScales = false;
 template <>
-constexpr bool kHasScales<int8_t> = true;
+constexpr bool kHasScales<KvCode> = true;
+
+// Whether keys are stored as `spread` leaves them.
+template <typename Stored>
+constexpr bool kSpreads = kHasScales<Stored>;
+
+template <typename Stored>
+constexpr int kPerWord = 4 / static_cast<int>(sizeof(Stored));
 
 typedef int8_t ByteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
-
-INLINE Vec load_stored(const float* p) { return load(p); }
-INLINE Vec load_stored(const Bfloat16* p) {
-  typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
-  const Words words = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), Words) << 16;
-  return reinterpret_cast<const Vec&>(words);
-}
-INLINE Vec load_stored(const int8_t* p) {
-  const ByteVec& bytes = *reinterpret_cast<const ByteVec*>(p);
-#if defined(__AVX2__)
-  IntVec whole;  // g++ 12 takes the general conversion apart into a dozen instructions
-  asm("vpmovsxbd %1, %0" : "=v"(whole) : "m"(bytes));
-  return __builtin_convertvector(whole, Vec);
-#else
-  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
-#endif
-}
 
 // Bytes of one block and KV head of K or of V.
 template <typename Stored>
@@ -62,9 +59,9 @@ INLINE float to_stored(const float* x, Bfloat16* to, int64_t n) {
   return 1.0f;
 }
 
-INLINE float to_stored(const float* x, int8_t* to, int64_t n) {
+INLINE float to_stored(const float* x, KvCode* to, int64_t n) {
   const float top = largest_magnitude(x, n), inverse = top > kTiny ? 127.0f / top : 0.0f;
   for (int64_t i = 0; i < n; i += kLanes)
-    *reinterpret_cast<ByteVec*>(to + i) = __builtin_convertvector(round_to_int(load(x + i) * inverse), ByteVec);
+    *reinterpret_cast<ByteVec*>(to + i) = __builtin_convertvector(round_to_int(load(x + i) * inverse) + 128, ByteVec);
   return top / 127.0f;
 }

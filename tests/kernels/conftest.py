@@ -16,6 +16,7 @@ NEEDED = {
     "avx2_vnni": _AVX2 | {"avx_vnni"},
     "avx512": _AVX512,
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
+    "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
 }
 
 

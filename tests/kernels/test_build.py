@@ -163,7 +163,7 @@ def test_the_environment_chooses_the_instruction_set():
     assert run_use(NANOSERVE_CPU_ISA="portable").stdout.split() == ["True", "cpu"]
     wrong = run_use(NANOSERVE_CPU_ISA="sse9")
     assert wrong.returncode != 0
-    allowed = "portable, avx2, avx2_vnni, avx512, avx512_vnni"
+    allowed = "portable, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16"
     assert f"NANOSERVE_CPU_ISA must be one of {allowed} or unset, got 'sse9'" in wrong.stderr
 
 
