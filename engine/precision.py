@@ -58,7 +58,7 @@ def choose_precision(config: EngineConfig, model_config: ModelConfig, device: to
     # Who names a type wants its numbers. Without the C++ kernels int8 is slower than float32.
     if config.quantization == "auto" and config.dtype == "auto" and device.type == "cpu" and cpu_ops.load():
         logger.info("weights in int8, as the fastest on a CPU; for exact numbers set dtype to float32")
-        # An int8 cache adds a quarter to the error of int8 weights for a few per cent of the speed.
+        # An int8 cache adds an eighth to the error of int8 weights for a few per cent of the speed.
         return Precision(dtype, "int8", kv_dtype or torch.bfloat16)
     return Precision(dtype, None, kv_dtype)
 
