@@ -124,7 +124,7 @@ def bytes_of(weight: Packed) -> int:
         return weight.nbytes
     read = weight.data.nbytes + weight.scale.nbytes
     if weight.rest is not None:
-        return read + weight.rest.data.nbytes + weight.rest.scale.nbytes
+        return read + weight.rest.data.nbytes
     return read + (0 if weight.offset is None else weight.offset.nbytes)
 
 

@@ -194,14 +194,12 @@ def quantized_linear(
     x: Tensor,
     data: Tensor,
     scale: Tensor,
-    offset: Tensor | None,
     rest: Tensor | None,
-    rest_scale: Tensor | None,
     n: int,
     gated: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    out: Tensor = _ops.quantized_linear.default(x, data, scale, offset, rest, rest_scale, n, gated, bias)
+    out: Tensor = _ops.quantized_linear.default(x, data, scale, rest, n, gated, bias)
     return out
 
 
@@ -211,16 +209,12 @@ def norm_quantized_linear(
     eps: float,
     data: Tensor,
     scale: Tensor,
-    offset: Tensor | None,
     rest: Tensor | None,
-    rest_scale: Tensor | None,
     n: int,
     gated: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    out: Tensor = _ops.norm_quantized_linear.default(
-        x, weight, eps, data, scale, offset, rest, rest_scale, n, gated, bias
-    )
+    out: Tensor = _ops.norm_quantized_linear.default(x, weight, eps, data, scale, rest, n, gated, bias)
     return out
 
 
@@ -231,14 +225,12 @@ def add_norm_quantized_linear(
     eps: float,
     data: Tensor,
     scale: Tensor,
-    offset: Tensor | None,
     rest: Tensor | None,
-    rest_scale: Tensor | None,
     n: int,
     gated: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     out: tuple[Tensor, Tensor] = _ops.add_norm_quantized_linear.default(
-        x, residual, weight, eps, data, scale, offset, rest, rest_scale, n, gated, bias
+        x, residual, weight, eps, data, scale, rest, n, gated, bias
     )
     return out

@@ -91,7 +91,7 @@ def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) ->
     y = _sum_of_products(values, steps, codes, scales)
     weights = codes * scales[..., None]
     if weight.rest is not None:
-        rests, rest_scale = weight.rest.codes().flatten(0, 1), weight.rest.scale.flatten()[:, None].float()
+        rests, rest_scale = weight.rest.codes().flatten(0, 1), weight.rest.scale().flatten()[:, None].float()
         groups = scales.shape[1]
         sums = F.pad(values.sum(-1) * steps.squeeze(-1), (0, -groups % GROUP)).unflatten(-1, (-1, GROUP))
         padded = F.pad(rests, (0, sums.shape[-2] * GROUP - rests.shape[1])).unflatten(-1, (-1, GROUP))
@@ -114,9 +114,9 @@ def _sum_of_products(values: Tensor, steps: Tensor, codes: Tensor, scales: Tenso
     return y
 
 
-def _operands(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int, bool]:
-    data, scale = (None, None) if weight.rest is None else (weight.rest.data, weight.rest.scale)
-    return weight.data, weight.scale, weight.offset, data, scale, weight.n, weight.gated
+def _operands(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, int, bool]:
+    rest = weight.rest
+    return weight.data, weight.scale, None if rest is None else rest.data, weight.n, weight.gated
 
 
 def _gated_order(n: int) -> Tensor:

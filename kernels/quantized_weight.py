@@ -35,15 +35,19 @@ class Rest:
     """offset + 8 * scale of each group, in 8 bits: a weight is about scale * (code - 8) + that, which is small.
 
     So the offsets' part of a product is one of whole numbers too, of the sums of groups of activations.
-    data: uint8 [panels, k / GROUP / 4 rounded up, PANEL, 4], 128 added; scale: float16 [panels, PANEL].
+    data: uint8 [panels, bytes]: codes [k / GROUP / 4 rounded up, PANEL, 4], 128 added, then float16 scales [PANEL].
     """
 
     data: Tensor
-    scale: Tensor
 
     def codes(self) -> Tensor:
         """float32 [panels, PANEL, k / GROUP rounded up to 4]."""
-        return self.data.transpose(1, 2).flatten(2).float() - 128.0
+        codes: Tensor = self.data[:, : -2 * PANEL].unflatten(1, (-1, PANEL, 4)).transpose(1, 2).flatten(2)
+        return codes.float() - 128.0
+
+    def scale(self) -> Tensor:
+        """float16 [panels, PANEL]."""
+        return self.data[:, -2 * PANEL :].contiguous().view(torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +124,9 @@ def exact_codes(*parts: Tensor, gated: bool = False) -> QuantizedWeight | None:
 
 def _rest(scale: Tensor, offset: Tensor) -> Rest:
     codes, step, _ = _rounded((offset.float() + 8 * scale.float()).transpose(1, 2))  # [panels, PANEL, k / GROUP]
-    fours = (F.pad(codes, (0, -codes.shape[2] % 4)) + 128).unflatten(2, (-1, 4)).transpose(1, 2)
-    data = huge_pages.empty(fours.shape, torch.uint8)
-    return Rest(data.copy_(fours), step)
+    fours = (F.pad(codes, (0, -codes.shape[2] % 4)) + 128).to(torch.uint8).unflatten(2, (-1, 4)).transpose(1, 2)
+    both = torch.cat((fours.flatten(1), step.contiguous().view(torch.uint8)), dim=1)
+    return Rest(huge_pages.empty(both.shape, torch.uint8).copy_(both))
 
 
 _Codes = tuple[Tensor, Tensor, Tensor | None]

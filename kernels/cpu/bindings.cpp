@@ -137,8 +137,7 @@ TORCH_LIBRARY(nanoserve, m) {
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, int[] parts, Tensor tokens, Tensor tiles) -> ()");
   m.def("argmax(Tensor x) -> Tensor");
   m.def(
-      "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, Tensor? rest, Tensor? rest_scale, int n, "
-      "bool gated, Tensor? bias) -> Tensor");
+      "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? rest, int n, bool gated, Tensor? bias) -> Tensor");
   m.def("shared_sum(Tensor(a!) x, Tensor(b!) memory, int rank, int size, int number, float wait) -> int");
   m.def(
       "shared_gather(Tensor x, Tensor(a!) memory, int rank, int size, int number, float wait, Tensor(b!)? out) -> int");
@@ -147,11 +146,11 @@ TORCH_LIBRARY(nanoserve, m) {
       "code_rows(Tensor source, Tensor(a!) data, Tensor(b!) scale, Tensor(c!)? offset, int first, int step, int start, "
       "bool exact) -> bool");
   m.def(
-      "norm_quantized_linear(Tensor x, Tensor weight, float eps, Tensor data, Tensor scale, Tensor? offset, "
-      "Tensor? rest, Tensor? rest_scale, int n, bool gated, Tensor? bias) -> Tensor");
+      "norm_quantized_linear(Tensor x, Tensor weight, float eps, Tensor data, Tensor scale, Tensor? rest, int n, "
+      "bool gated, Tensor? bias) -> Tensor");
   m.def(
       "add_norm_quantized_linear(Tensor x, Tensor residual, Tensor weight, float eps, Tensor data, Tensor scale, "
-      "Tensor? offset, Tensor? rest, Tensor? rest_scale, int n, bool gated, Tensor? bias) -> (Tensor, Tensor)");
+      "Tensor? rest, int n, bool gated, Tensor? bias) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {

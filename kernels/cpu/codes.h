@@ -7,12 +7,14 @@
 typedef uint32_t LaneVec __attribute__((vector_size(kLanes * 4), may_alias));
 typedef uint32_t LaneVecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
-constexpr int64_t fours_in(int64_t groups) { return (groups + 3) / 4; }
+INLINE const uint16_t* rest_scale(const Codes& panel, int64_t groups) {
+  return reinterpret_cast<const uint16_t*>(panel.rest + fours_in(groups) * 4 * kPanel);
+}
 
 INLINE Codes panel_of(const Codes& codes, int64_t panel, int64_t groups) {
   const int64_t first = panel * groups * kPanel;
-  if (!codes.offset) return {codes.data + first * kGroup, codes.scale + first};
-  const uint8_t* rest = codes.rest ? codes.rest + panel * fours_in(groups) * kPanel * 4 : nullptr;
-  return {codes.data + first * kGroup / 2, codes.scale + first, codes.offset + first, rest,
-          codes.rest_scale + (rest ? panel * kPanel : 0)};
+  const bool nibbles = codes.offset || codes.rest;
+  return {codes.data + first * kGroup / (nibbles ? 2 : 1), codes.scale + first,
+          codes.offset ? codes.offset + first : nullptr,
+          codes.rest ? codes.rest + panel * rest_bytes(groups) : nullptr};
 }

@@ -96,11 +96,14 @@ struct Codes {
   const uint8_t* data;     // [panels, k / 4, kPanel, 4]; with an offset 4 bits each, [panels, k / 8, kPanel, 4]
   const uint16_t* scale;   // float16 [panels, k / kGroup, kPanel]
   const uint16_t* offset;  // as scale
-  // Where there is an offset, for `quantized_linear` alone: offset + 8 * scale as rest_scale * (rest - 128), so that a
-  // weight is about scale * (code - 8) + that.
-  const uint8_t* rest;         // [panels, k / kGroup / 4 rounded up, kPanel, 4]
-  const uint16_t* rest_scale;  // float16 [panels, kPanel]
+  // For `quantized_linear` in place of an offset: offset + 8 * scale as a scale times (code - 128), so that a weight is
+  // about scale * (code - 8) + that. A panel's codes are [k / kGroup / 4 rounded up, kPanel, 4], then come its scales:
+  // float16 [kPanel].
+  const uint8_t* rest;
 };
+
+static inline constexpr int64_t fours_in(int64_t groups) { return (groups + 3) / 4; }
+static inline constexpr int64_t rest_bytes(int64_t groups) { return (fours_in(groups) * 4 + 2) * kPanel; }  // a panel's
 
 // Quantised groups of a row: those of its values, and with 4-bit weights those of the sums of these.
 static inline constexpr int64_t row_groups(int64_t groups, bool nibbles) {

@@ -59,9 +59,10 @@ Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, const MaybeTe
 }
 
 // A weight of n columns, or of a gate and an up projection of n / 2 each, for inputs of k.
-Codes codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n, int64_t k, bool gated) {
+Codes codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor& offset, bool nibbles, int64_t n, int64_t k,
+               bool gated) {
   const int64_t groups = (k + kGroup - 1) / kGroup, panels = ((gated ? n / 2 : n) + kPanel - 1) / kPanel << gated;
-  const int64_t per_word = offset ? 8 : 4;
+  const int64_t per_word = nibbles ? 8 : 4;
   TORCH_CHECK_TYPE(data.device().is_cpu() && data.scalar_type() == at::kByte,
                    "a quantized weight is a uint8 CPU tensor, got ", data.scalar_type(), " on ", data.device());
   TORCH_CHECK_VALUE(n > 0 && data.is_contiguous() && data.dim() == 4 && data.size(0) == panels &&
@@ -82,23 +83,16 @@ Codes codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor& offse
   return {data.const_data_ptr<uint8_t>(), halves(scale, "scale"), offset ? halves(*offset, "offset") : nullptr};
 }
 
-// As `codes_of`, for products of whole numbers: an offset comes with `rest` and its scale, see `Codes`.
-Codes whole_codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor& offset, const MaybeTensor& rest,
-                     const MaybeTensor& rest_scale, int64_t n, int64_t k, bool gated) {
-  Codes codes = codes_of(data, scale, offset, n, k, gated);
-  TORCH_CHECK_VALUE(offset.has_value() == rest.has_value() && rest.has_value() == rest_scale.has_value(),
-                    "a quantized weight with an offset needs its rest for products in 8 bits: `quantize_weight` makes it");
+// As `codes_of`, for products of whole numbers: codes of 4 bits if there is a `rest`, see `Codes`.
+Codes whole_codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor& rest, int64_t n, int64_t k,
+                     bool gated) {
+  Codes codes = codes_of(data, scale, std::nullopt, rest.has_value(), n, k, gated);
   if (rest) {
-    const int64_t panels = scale.size(0), fours = (scale.size(1) + 3) / 4;
     TORCH_CHECK_VALUE(rest->scalar_type() == at::kByte && rest->is_contiguous() &&
-                          rest->sizes() == at::IntArrayRef({panels, fours, kPanel, 4}) &&
-                          rest_scale->scalar_type() == at::kHalf && rest_scale->is_contiguous() &&
-                          rest_scale->sizes() == at::IntArrayRef({panels, kPanel}),
-                      "the rest of a quantized weight must be contiguous, uint8 [", panels, ", ", fours, ", ", kPanel,
-                      ", 4] and float16 [", panels, ", ", kPanel, "], got ", rest->sizes(), " and ",
-                      rest_scale->sizes());
+                          rest->sizes() == at::IntArrayRef({scale.size(0), rest_bytes(scale.size(1))}),
+                      "the rest of a quantized weight must be contiguous uint8 [", scale.size(0), ", ",
+                      rest_bytes(scale.size(1)), "], got ", rest->scalar_type(), " ", rest->sizes());
     codes.rest = rest->const_data_ptr<uint8_t>();
-    codes.rest_scale = reinterpret_cast<const uint16_t*>(rest_scale->const_data_ptr());
   }
   return codes;
 }
@@ -108,7 +102,7 @@ Tensor coded_linear(const Tensor& x_in, const Tensor& data, const Tensor& scale,
   TORCH_CHECK_VALUE(x_in.dim() >= 1 && x_in.size(-1) % kGroup == 0, "x must be [..., k], k a multiple of ", kGroup,
                     ", got ", x_in.sizes());
   const int64_t k = x_in.size(-1);
-  const Codes codes = codes_of(data, scale, offset, n, k, false);
+  const Codes codes = codes_of(data, scale, offset, offset.has_value(), n, k, false);
   const Tensor x = rows_of(x_in, k), bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
   Tensor out = empty_result(x, n);
   if (out.numel() == 0) return out;
@@ -121,7 +115,7 @@ Tensor coded_linear(const Tensor& x_in, const Tensor& data, const Tensor& scale,
 // index: [m] -> [m, k], those rows of the weight.
 Tensor coded_rows(const Tensor& index, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n,
                   int64_t k) {
-  const Codes codes = codes_of(data, scale, offset, n, k, false);
+  const Codes codes = codes_of(data, scale, offset, offset.has_value(), n, k, false);
   check_index(index, "index", at::kLong, 1);
   const int64_t* rows = index.const_data_ptr<int64_t>();
   const int64_t count = index.size(0), groups = (k + kGroup - 1) / kGroup;
@@ -147,12 +141,11 @@ Tensor coded_rows(const Tensor& index, const Tensor& data, const Tensor& scale, 
 // (y, the sum of x and residual if there is one); norm and residual as in `QuantizedLinear`.
 std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTensor& residual_in,
                                              const MaybeTensor& norm_in, double eps, const Tensor& data,
-                                             const Tensor& scale, const MaybeTensor& offset, const MaybeTensor& rest,
-                                             const MaybeTensor& rest_scale, int64_t n, bool gated,
+                                             const Tensor& scale, const MaybeTensor& rest, int64_t n, bool gated,
                                              const MaybeTensor& bias) {
   TORCH_CHECK_VALUE(x_in.dim() >= 1, "x must be [..., k], got a scalar");
   const int64_t k = x_in.size(-1), groups = (k + kGroup - 1) / kGroup, width = gated ? n / 2 : n;
-  const Codes codes = whole_codes_of(data, scale, offset, rest, rest_scale, n, k, gated);
+  const Codes codes = whole_codes_of(data, scale, rest, n, k, gated);
   const Tensor x = rows_of(x_in, k);
   const Tensor bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
   const Tensor norm = norm_in ? values_of(*norm_in, k, "weight") : Tensor();
@@ -167,7 +160,7 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
   if (out.numel() == 0) return {out, total};
   const int64_t rows = out.numel() / width, team = threads();
   const int64_t lines = team * line_floats(groups);
-  const int64_t quantized = std::max(rows, kLoneRows * team) * row_groups(groups, offset.has_value()) *
+  const int64_t quantized = std::max(rows, kLoneRows * team) * row_groups(groups, rest.has_value()) *
                             (kActivationGroupBytes / 4);
   const int64_t outliers = team * outlier_bytes(rows, groups) / 4;
   Tensor scratch = at::empty({outliers + lines + quantized}, x.options());
@@ -181,26 +174,22 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
   return {out, total};
 }
 
-Tensor quantized_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const MaybeTensor& offset,
-                        const MaybeTensor& rest, const MaybeTensor& rest_scale, int64_t n, bool gated,
-                        const MaybeTensor& bias) {
-  return std::get<0>(
-      quantized_product(x, std::nullopt, std::nullopt, 0.0, data, scale, offset, rest, rest_scale, n, gated, bias));
+Tensor quantized_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const MaybeTensor& rest, int64_t n,
+                        bool gated, const MaybeTensor& bias) {
+  return std::get<0>(quantized_product(x, std::nullopt, std::nullopt, 0.0, data, scale, rest, n, gated, bias));
 }
 
 Tensor norm_quantized_linear(const Tensor& x, const Tensor& weight, double eps, const Tensor& data,
-                             const Tensor& scale, const MaybeTensor& offset, const MaybeTensor& rest,
-                             const MaybeTensor& rest_scale, int64_t n, bool gated, const MaybeTensor& bias) {
-  return std::get<0>(
-      quantized_product(x, std::nullopt, weight, eps, data, scale, offset, rest, rest_scale, n, gated, bias));
+                             const Tensor& scale, const MaybeTensor& rest, int64_t n, bool gated,
+                             const MaybeTensor& bias) {
+  return std::get<0>(quantized_product(x, std::nullopt, weight, eps, data, scale, rest, n, gated, bias));
 }
 
 std::tuple<Tensor, Tensor> add_norm_quantized_linear(const Tensor& x, const Tensor& residual, const Tensor& weight,
                                                      double eps, const Tensor& data, const Tensor& scale,
-                                                     const MaybeTensor& offset, const MaybeTensor& rest,
-                                                     const MaybeTensor& rest_scale, int64_t n, bool gated,
+                                                     const MaybeTensor& rest, int64_t n, bool gated,
                                                      const MaybeTensor& bias) {
-  return quantized_product(x, residual, weight, eps, data, scale, offset, rest, rest_scale, n, gated, bias);
+  return quantized_product(x, residual, weight, eps, data, scale, rest, n, gated, bias);
 }
 
 }  // namespace

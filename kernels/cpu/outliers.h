@@ -89,9 +89,9 @@ INLINE Vec code_values(LaneVec codes, int32_t zero, const uint16_t* scale) {
   return __builtin_convertvector(reinterpret_cast<const IntVec&>(codes) - zero, Vec) * load_half(scale);
 }
 
-// The values of VECS vectors of columns at dimension `at`; panel: from the first of these columns on.
+// The values of a panel's first VECS vectors of columns at dimension `at`; groups: of all dimensions.
 template <bool NIBBLES, int VECS>
-INLINE void weights_at(const Codes& panel, int32_t at, Vec (&w)[VECS]) {
+INLINE void weights_at(const Codes& panel, int64_t groups, int32_t at, Vec (&w)[VECS]) {
   const int64_t group = at / kGroup * kPanel;
   const int in_group = at % kGroup, word = NIBBLES ? in_group / 8 : in_group / 4;
   const int shift = in_group % 4 * 8 + (NIBBLES ? in_group / 4 % 2 * 4 : 0);
@@ -103,7 +103,7 @@ INLINE void weights_at(const Codes& panel, int32_t at, Vec (&w)[VECS]) {
     if (!NIBBLES) continue;
     const int g = at / kGroup;
     const LaneVec fours = *reinterpret_cast<const LaneVecUnaligned*>(panel.rest + (g / 4 * kPanel + j * kLanes) * 4);
-    w[j] += code_values(fours >> (g % 4 * 8) & 255u, zero_code(false), panel.rest_scale + j * kLanes);
+    w[j] += code_values(fours >> (g % 4 * 8) & 255u, zero_code(false), rest_scale(panel, groups) + j * kLanes);
   }
 }
 
@@ -155,18 +155,18 @@ constexpr int kPanelVecs = kPanel / kLanes;
 
 // The weights of the block's outliers in one panel, the product's part `part`.
 template <bool NIBBLES>
-static void decode_outliers(const BlockOutliers& block, const Codes& panel, int64_t part) {
+static void decode_outliers(const BlockOutliers& block, const Codes& panel, int64_t groups, int64_t part) {
   float* to = block.weights + part * block.count * kPanel;
   for (int32_t i = 0; i < block.count; ++i, to += kPanel) {
     Vec w[kPanelVecs];
-    weights_at<NIBBLES>(panel, block.dimensions[i], w);
+    weights_at<NIBBLES>(panel, groups, block.dimensions[i], w);
     for (int j = 0; j < kPanelVecs; ++j) store(to + j * kLanes, w[j]);
   }
 }
 
 // Add the outliers of row `row` of a block to its sums against a panel.
 template <bool NIBBLES>
-INLINE void add_outliers(const BlockOutliers& block, const Codes& panel, int64_t part, int64_t row,
+INLINE void add_outliers(const BlockOutliers& block, const Codes& panel, int64_t groups, int64_t part, int64_t row,
                          Vec (&sums)[kPanelVecs]) {
   const float* weights = block.weights + part * block.count * kPanel;
   const Outlier *next = block.entries + block.first[row], *const end = block.entries + block.first[row + 1];
@@ -175,7 +175,7 @@ INLINE void add_outliers(const BlockOutliers& block, const Codes& panel, int64_t
     if (block.count)
       for (int j = 0; j < kPanelVecs; ++j) w[j] = load(weights + next->at * kPanel + j * kLanes);
     else
-      weights_at<NIBBLES>(panel, next->at, w);
+      weights_at<NIBBLES>(panel, groups, next->at, w);
     for (int j = 0; j < kPanelVecs; ++j) sums[j] += w[j] * next->value;
   }
 }

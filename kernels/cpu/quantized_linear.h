@@ -46,10 +46,10 @@ INLINE void multiply_panel(const Codes& panel, const Codes* next, const Activati
 
 // One row of a panel's product with all that comes after the tiles. line: the sums of the tiles; row: in its block.
 template <bool NIBBLES>
-INLINE void finish_line(const float* line, const BlockOutliers& outliers, const Codes& panel, int64_t part, int64_t row,
-                        const float* bias, Vec (&sums)[kPanelVecs]) {
+INLINE void finish_line(const float* line, const BlockOutliers& outliers, const Codes& panel, int64_t groups,
+                        int64_t part, int64_t row, const float* bias, Vec (&sums)[kPanelVecs]) {
   for (int j = 0; j < kPanelVecs; ++j) sums[j] = load(line + j * kLanes);
-  add_outliers<NIBBLES>(outliers, panel, part, row, sums);
+  add_outliers<NIBBLES>(outliers, panel, groups, part, row, sums);
   if (!bias) return;
   for (int j = 0; j < kPanelVecs; ++j) sums[j] += load(bias + j * kLanes);
 }
@@ -73,16 +73,17 @@ INLINE void quantized_panel(const QuantizedLinear& a, const Activations& x, cons
     const Codes ahead = panel_of(a.codes, max(next, 0) * parts + part, groups);
     multiply_panel<NIBBLES>(codes[part], fetch ? &ahead : nullptr, x.from(row), rows, lines[part],
                             part + 1 == parts ? out : nullptr, width);
-    if (row == 0) decode_outliers<NIBBLES>(outliers, codes[part], part);
+    if (row == 0) decode_outliers<NIBBLES>(outliers, codes[part], groups, part);
     if (a.bias)
       for (int64_t c = 0; c < kPanel; ++c) biases[part][c] = c < columns ? a.bias[part * width + column + c] : 0.0f;
   }
   for (int64_t r = 0; r < rows; ++r) {
     Vec y[kPanelVecs];
-    finish_line<NIBBLES>(lines[0] + r * kPanel, outliers, codes[0], 0, row + r, a.bias ? biases[0] : nullptr, y);
+    finish_line<NIBBLES>(lines[0] + r * kPanel, outliers, codes[0], groups, 0, row + r, a.bias ? biases[0] : nullptr, y);
     if (a.gated) {
       Vec up[kPanelVecs];
-      finish_line<NIBBLES>(lines[1] + r * kPanel, outliers, codes[1], 1, row + r, a.bias ? biases[1] : nullptr, up);
+      finish_line<NIBBLES>(lines[1] + r * kPanel, outliers, codes[1], groups, 1, row + r,
+                           a.bias ? biases[1] : nullptr, up);
       for (int j = 0; j < kPanelVecs; ++j) y[j] = silu(y[j]) * up[j];
     }
     float* to = out + r * width;
@@ -123,7 +124,7 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
   const int64_t row_blocks = (a.rows + kQuantizedRowBlock - 1) / kQuantizedRowBlock;
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
   const int64_t run = row_blocks > 1 ? 1 : max(1, panels / (threads * 4)), runs = (panels + run - 1) / run;
-  const bool alone = a.rows <= kLoneRows, nibbles = a.codes.offset;
+  const bool alone = a.rows <= kLoneRows, nibbles = a.codes.rest;
   int64_t next_row = 0, done = 0, next = 0;
   team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
     float* line = a.lines + thread * line_floats(groups);

@@ -151,11 +151,10 @@ INLINE void fetch(const Ahead& ahead, int64_t g) {
   for (int c = 0; c < kPanel; c += kPanel / 2) __builtin_prefetch(ahead.panel.scale + g * kPanel + c);
 }
 
-// A panel's `rest`, which is read after all of its groups, is fetched with the first of them: four groups' at a time.
+// A panel's `rest`, which is read after all of its groups, is fetched with the first of them.
 INLINE void fetch_rest(const Codes& panel, int64_t g, int64_t groups) {
-  if (g < fours_in(groups))
-    for (int line = 0; line < kPanel / 16; ++line) __builtin_prefetch(panel.rest + (g * kPanel + line * 16) * 4);
-  if (g < 2) __builtin_prefetch(panel.rest_scale + g * (kPanel / 2));
+  const int64_t lines = (rest_bytes(groups) + 63) / 64, end = min(g * 3 + 3, lines);
+  for (int64_t line = g * 3; line < end; ++line) __builtin_prefetch(panel.rest + line * 64);
 }
 
 // Add the products of one group of ROWS rows to their totals. x: the first row's group, the others' `stride` behind each
@@ -195,8 +194,8 @@ static void quantized_tile(const ActivationGroup* x, const Codes& panel, int64_t
                                panel.scale + g * kPanel + c, kSteps, total);
     }
     for (int64_t g = 0; g < stride - groups; ++g)
-      add_group<false, false>(x + groups + g, stride, panel.rest + g * group_bytes(false) + c * 4, panel.rest_scale + c,
-                              fours_in(groups) - g * kSteps, total);
+      add_group<false, false>(x + groups + g, stride, panel.rest + g * group_bytes(false) + c * 4,
+                              rest_scale(panel, groups) + c, fours_in(groups) - g * kSteps, total);
     for (int r = 0; r < ROWS; ++r)
       for (int j = 0; j < vecs; ++j) store(out + r * kPanel + c + j * kLanes, total[r][j]);
   }

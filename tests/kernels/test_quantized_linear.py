@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from kernels import cpu_ops, rms_norm
 from kernels.quantized_linear import norm_quantized_linear, quantize, quantized_linear, reference
-from kernels.quantized_weight import GROUP, QuantizedWeight, quantize_weight
+from kernels.quantized_weight import GROUP, QuantizedWeight, Rest, quantize_weight
 from tests.kernels.weights import q4_1
 
 
@@ -235,9 +235,11 @@ def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="scale of a quantized weight"):
         quantized_linear(torch.zeros(2, 64), QuantizedWeight(weight.data, weight.scale[:1], None, 50, 64, False))
     _, four_bits = weight_of(50, 64, four_bits=True)
-    wrong = replace(four_bits, offset=four_bits.offset[:1])
-    with pytest.raises(ValueError, match="offset of a quantized weight"):
+    wrong = replace(four_bits, rest=Rest(four_bits.rest.data[:, :-1].contiguous()))
+    with pytest.raises(ValueError, match="rest of a quantized weight"):
         quantized_linear(torch.zeros(2, 64), wrong)
+    with pytest.raises(ValueError, match="k up to 32"):
+        quantized_linear(torch.zeros(2, 64), replace(four_bits, rest=None))
     with pytest.raises(ValueError, match="one shape"):
         norm_quantized_linear(torch.zeros(2, 64), torch.zeros(3, 64), torch.ones(64), 1e-5, weight)
     with pytest.raises(ValueError, match=r"weight must be \[64\]"):
