@@ -150,8 +150,8 @@ struct QuantizedLinear {
   void* outliers;     // scratch for each thread: outlier_bytes
 };
 
-// A row of whole groups, and room for a number of each.
-static inline int64_t line_floats(int64_t groups) { return groups * kGroup + (groups + 15) / 16 * 16; }
+// A row of whole groups, and a number of each of them in whole groups.
+static inline int64_t line_floats(int64_t groups) { return (groups + (groups + kGroup - 1) / kGroup) * kGroup; }
 
 // Scratch for the outliers of a row block of a product of `rows` rows and `groups` groups, a multiple of 64.
 static inline int64_t outlier_bytes(int64_t rows, int64_t groups) {

@@ -60,10 +60,10 @@ INLINE Outlier* take_outliers(float* group, float loud, int64_t at, Outlier* nex
 }
 
 // One row: x, of whole groups, which is left without its outliers; tops: the largest magnitude of each group, and room
-// for whole vectors of them. Which groups have outliers is found for all at once: the CPU guesses a branch in each wrong.
+// for whole groups of them, where the sums of the groups' values come in their place. Which groups have outliers is found for all at once: the CPU guesses a branch in each wrong.
 INLINE void quantize_values(float* x, float* tops, const Activations& to) {
   Vec totals = {};
-  for (int64_t g = to.groups; g % kLanes; ++g) tops[g] = 0.0f;
+  for (int64_t g = to.groups; g % kGroup; ++g) tops[g] = 0.0f;
   for (int64_t g = 0; g < to.groups; g += kLanes) totals += load(tops + g);
   const float loud = sum(totals) * (kOutlier / static_cast<float>(to.groups));
   Outlier *next = to.outliers, *const last = next + to.groups - 1;
@@ -74,14 +74,16 @@ INLINE void quantize_values(float* x, float* tops, const Activations& to) {
       tops[g] = largest_magnitude(x + g * kGroup, kGroup);
     }
   next->at = kNoMore;
-  ActivationGroup* rest = to.x + to.groups;
-  float sums[kGroup] = {};
-  for (int64_t g = 0; g < to.groups; ++g) {
-    sums[g % kGroup] = quantize_group(x + g * kGroup, tops[g], zero_code(to.nibbles), to.x[g]);
-    if (to.nibbles && ((g + 1) % kGroup == 0 || g + 1 == to.groups)) {
-      quantize_group(sums, largest_magnitude(sums, kGroup), zero_code(false), *rest++);
-      for (float& sum : sums) sum = 0.0f;
-    }
+  for (int64_t first = 0; first < to.groups; first += kLanes) {
+    const Vec origins = origins_of(load(tops + first));
+    IntVec sums = {};
+    for (int64_t i = 0; i < min(kLanes, to.groups - first); ++i)
+      sums[i] = quantize_group(x + (first + i) * kGroup, origins[i], zero_code(to.nibbles), to.x[first + i]);
+    store(tops + first, __builtin_convertvector(sums, Vec) * steps_of(origins));
+  }
+  for (int64_t g = to.groups, at = 0; g < to.width(); ++g, at += kGroup) {
+    const float* sums = tops + at;
+    quantize_group(sums, origins_of(splat(largest_magnitude(sums, kGroup)))[0], zero_code(false), to.x[g]);
   }
 }
 

@@ -103,26 +103,36 @@ static_assert(sizeof(ActivationGroup) <= kActivationGroupBytes);
 // The code that counts as zero. Where it stands for something else, that is in `Codes::rest`.
 constexpr int32_t zero_code(bool nibbles) { return nibbles ? 8 : 128; }
 
-// The smallest power of two that is not less than x, a normal number.
-INLINE float power_of_two(float x) {
-  return __builtin_bit_cast(float, (__builtin_bit_cast(int32_t, x) + 0x7fffff) & 0x7f800000);
+constexpr float kOriginSteps = 12582912.0f;  // 1.5 * 2^23
+
+// The `origin` of groups whose largest magnitudes are `tops`: the step is the smallest power of two of which that is at
+// most 127. NaN, infinity and what is near it make NaN, so they are not lost.
+INLINE Vec origins_of(Vec tops) {
+  const Vec least = tops / 127.0f;
+  const IntVec bits = (reinterpret_cast<const IntVec&>(least) + 0x7fffff) & 0x7f800000;
+  const Vec steps = tops > kTiny ? reinterpret_cast<const Vec&>(bits) : splat(1.0f);
+  return tops < kHuge ? steps * kOriginSteps : splat(__builtin_nanf(""));
 }
 
-// Quantise kGroup values, the largest of magnitude `top`, to at most 127 steps; ties round to even. Returns the sum of what
-// they come to. NaN and infinity make `origin` NaN, so they are not lost.
-INLINE float quantize_group(const float* x, float top, int32_t zero, ActivationGroup& to) {
-  const bool usable = top > kTiny && top < kHuge;
-  const float step = usable ? power_of_two(top / 127.0f) : 1.0f, inverse = usable ? 1.0f / step : 0.0f;
+INLINE Vec steps_of(Vec origins) {
+  const IntVec bits = (reinterpret_cast<const IntVec&>(origins) & 0x7f800000) - (23 << 23);
+  return reinterpret_cast<const Vec&>(bits);
+}
+
+// Quantise kGroup values to steps of `origin`, ties to even: so does adding it. Returns the sum of the whole numbers.
+INLINE int32_t quantize_group(const float* x, float origin, int32_t zero, ActivationGroup& to) {
+  const IntVec none = splat(__builtin_bit_cast(int32_t, origin));
   IntVec sums = {};
   for (int i = 0; i < kGroup; i += kLanes) {
-    const IntVec q = round_to_int(load(x + i) * inverse);
+    const Vec shifted = load(x + i) + origin;
+    const IntVec q = reinterpret_cast<const IntVec&>(shifted) - none;
     sums += q;
     store_activations(q, to.words + i / 4 * kParts);
   }
   const int32_t sum = reduce(sums, [](IntQuad a, IntQuad b) { return a + b; });
-  to.origin = top < kHuge ? 12582912.0f * step : __builtin_nanf("");
-  to.start = __builtin_bit_cast(int32_t, to.origin) - zero * sum;
-  return static_cast<float>(sum) * step;
+  to.origin = origin;
+  to.start = __builtin_bit_cast(int32_t, origin) - zero * sum;
+  return sum;
 }
 
 // Four dimensions of kLanes columns, step `i` of a group; w: the group's codes from the first of these columns on.
