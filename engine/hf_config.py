@@ -1,5 +1,6 @@
 """Translates a config in Hugging Face's words to a `ModelConfig`, by the table of families."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,23 @@ from engine.models.families import FAMILIES, Family
 DTYPES = ("float32", "bfloat16", "float16")
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+MOST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 24,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+}
+"""More than any model has: a damaged config is told at once, not when memory ends."""
+
+_MOST_COUNT, _MOST_NUMBER = (1 << 31) - 1, 1e30
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
@@ -71,7 +89,7 @@ class ConfigReader:
         self.source = source
 
     def error(self, key: str, problem: str) -> ConfigError:
-        given = f"is {self.config[key]!r}, but " if key in self.config else ""
+        given = f"is {reprlib.repr(self.config[key])}, but " if key in self.config else ""
         return ConfigError(f"{self.source}: {key} {given}{problem}")
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -84,13 +102,15 @@ class ConfigReader:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(key, "must be a whole number of at least 1")
+        if value > (most := MOST.get(key, _MOST_COUNT)):
+            raise self.error(key, f"must be at most {most}")
         return value
 
     def number(self, key: str, default: float) -> float:
         # 0 is an error, where a null is none.
         value = self.config[key] if self.config.get(key) is not None else self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(key, "must be a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_NUMBER:
+            raise self.error(key, f"must be a number above 0 and below {_MOST_NUMBER:g}")
         return float(value)
 
     def optional(self, key: str) -> float | None:
@@ -112,7 +132,7 @@ class ConfigReader:
     def activation(self) -> Activation:
         key = "hidden_activation" if "hidden_activation" in self.defaults else "hidden_act"
         value = self.get(key, "silu")
-        if value not in ACTIVATIONS:
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.error(key, f"only {', '.join(map(repr, ACTIVATIONS))} are supported")
         return ACTIVATIONS[value]
 
@@ -131,7 +151,7 @@ class ConfigReader:
 def _architecture(config: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
     """The architecture to serve and its config: of a model of several parts, those of the text part."""
     names = config.get("architectures")
-    if not isinstance(names, list) or not names:
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{source}: architectures must be a list with one of {', '.join(FAMILIES)}")
     quantization = config.get("quantization_config")
     if quantization:
@@ -194,7 +214,7 @@ def _windows(read: ConfigReader, family: Family, count: int) -> list[int]:
     types = read.get("layer_types")
     if types is None:
         types = [_WINDOWED if is_windowed else _FULL for is_windowed in _default_windows(read, family, count)]
-    if not isinstance(types, list) or len(types) != count or set(types) - {_WINDOWED, _FULL}:
+    if not isinstance(types, list) or len(types) != count or any(t not in (_WINDOWED, _FULL) for t in types):
         raise read.error("layer_types", f"must be a list of {count}, each {_WINDOWED!r} or {_FULL!r}")
     return [window if kind == _WINDOWED else 0 for kind in types]
 
@@ -202,6 +222,8 @@ def _windows(read: ConfigReader, family: Family, count: int) -> list[int]:
 def _default_windows(read: ConfigReader, family: Family, count: int) -> list[bool]:
     if "max_window_layers" in family.defaults:
         first = read.get("max_window_layers")
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise read.error("max_window_layers", "must be a whole number of at least 0")
         return [i >= first for i in range(count)]
     if "no_rope_layers" in family.defaults:
         return [not turns for turns in _turning(read, count)]
@@ -238,4 +260,6 @@ def _sparse(read: ConfigReader, count: int) -> list[bool]:
     if "num_experts_per_tok" not in read.defaults:
         return [False] * count
     every, dense = read.count("decoder_sparse_step", default=1), read.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise read.error("mlp_only_layers", "must be a list of layers' numbers")
     return [i not in dense and (i + 1) % every == 0 for i in range(count)]

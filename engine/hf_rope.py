@@ -6,6 +6,7 @@ and `rope_scaling` beside it.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _ALIASES = {"su": "longrope"}
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+_MOST = 1e30
+_NUMBER = "a number above 0"
 _LISTS = ("short_factor", "long_factor")
 
 
@@ -45,10 +48,10 @@ def _rope(
     read: ConfigReader, family: Family, key: str, given: Mapping[str, Any], theta: Any, head_dim: int
 ) -> RopeConfig:
     theta = given.get("rope_theta", theta)
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-        raise ConfigError(f"{read.source}: rope_theta is {theta!r}, but must be a number above 0")
+    if not _is_number(theta):
+        raise ConfigError(f"{read.source}: rope_theta is {reprlib.repr(theta)}, but must be {_NUMBER}")
     kind = given.get("rope_type", given.get("type", "default"))
-    kind = _ALIASES.get(kind, kind)
+    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else ""
     if kind not in REQUIRED:
         raise read.error(key, f"only the rope types {', '.join(REQUIRED)} are supported")
     share = given.get("partial_rotary_factor", read.get("partial_rotary_factor", 1.0))
@@ -80,7 +83,11 @@ def _lengths(read: ConfigReader, given: Mapping[str, Any], kind: str) -> dict[st
 
 def _check(read: ConfigReader, key: str, kind: str, name: str, value: Any) -> None:
     if name in _LISTS:
-        if not isinstance(value, list) or not all(isinstance(v, int | float) and v > 0 for v in value):
+        if not isinstance(value, list) or not all(map(_is_number, value)):
             raise read.error(key, f"must have {name}, a list of numbers above 0, for the rope type {kind}")
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise read.error(key, f"must have {name}, a number above 0, for the rope type {kind}")
+    elif not _is_number(value):
+        raise read.error(key, f"must have {name}, {_NUMBER}, for the rope type {kind}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST

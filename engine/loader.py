@@ -1,7 +1,8 @@
 """Fills a model's parameters from safetensors or GGUF files, or with seeded random numbers."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import torch
 from engine.errors import ConfigError
 from engine.layers.target import NumbersError, Source, Target, fill
 from engine.model_config import ModelConfig, is_gguf, read_json
-from engine.models.checkpoint import translate
+from engine.models.checkpoint import canonical_name, translate
 
 _INDEX = "model.safetensors.index.json"
 _LISTED_NAMES = 10
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_NUMBERED = re.compile(r"model\.layers\.(\d{1,9})\.(?:mlp\.experts\.(\d{1,9})\.)?")
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -44,6 +46,25 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor
 
 
+def check_size(path: Path, config: ModelConfig) -> None:
+    """Raise `LoadError` if a checkpoint has fewer layers or experts than its config says, or a table of another shape.
+
+    Looks at names and shapes alone: before a model is made of which most would be found to be missing.
+    """
+    layers = experts = 0
+    for stored_name, stored in iter_stored(path):
+        name = canonical_name(stored_name, config) or ""
+        if match := _NUMBERED.match(name):
+            layers = max(layers, int(match[1]) + 1)
+            experts = max(experts, int(match[2] or -1) + 1)
+        elif name == "model.embed_tokens.weight" and stored.shape != (config.vocab_size, config.hidden_size):
+            raise _misshapen(path, name, stored.shape, (config.vocab_size, config.hidden_size))
+    wanted = config.experts.count if config.experts and any(layer.sparse for layer in config.layers) else 0
+    for what, found, count in (("layers", layers, config.num_layers), ("experts", experts, wanted)):
+        if found < count:
+            raise LoadError(f"{path}: the config says {count} {what}, but the weights are of {found}")
+
+
 def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig) -> None:
     """Hand a checkpoint to `targets`: for each Hugging Face parameter name, the part of the model to write.
 
@@ -59,10 +80,7 @@ def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig)
                 unexpected.append(name)
                 continue
             if target.shape != tensor.shape:
-                raise LoadError(
-                    f"{path}: the tensor {name} has the shape {list(tensor.shape)}, but the config makes it "
-                    f"{list(target.shape)}"
-                )
+                raise _misshapen(path, name, tensor.shape, target.shape)
             if tensor.dtype not in _WEIGHT_DTYPES:
                 raise LoadError(f"{path}: the tensor {name} has the type {tensor.dtype}, which is not supported")
             try:
@@ -154,6 +172,10 @@ def _readable() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise LoadError(str(error)) from error
+
+
+def _misshapen(path: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> LoadError:
+    return LoadError(f"{path}: the tensor {name} has the shape {list(found)}, but the config makes it {list(wanted)}")
 
 
 def _listed(names: Mapping[str, None] | list[str]) -> str:

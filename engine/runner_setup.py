@@ -10,7 +10,7 @@ import torch
 
 from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.errors import ConfigError
-from engine.loader import load_weights, random_weights
+from engine.loader import check_size, load_weights, random_weights
 from engine.lora.adapter import read_adapter
 from engine.lora.layers import ModelAdapters
 from engine.memory import GIB, GpuMemory, num_kv_blocks, out_of_memory
@@ -117,6 +117,8 @@ def _load_model(
     max_positions: int,
     group: ParallelGroup | None,
 ) -> Decoder:
+    if config.load_format != "dummy":
+        check_size(path, model_config)
     try:
         model = Decoder(
             model_config,
@@ -130,6 +132,12 @@ def _load_model(
     except torch.OutOfMemoryError as error:
         change = "choose a smaller model, or one whose weights are stored in fewer bits"
         raise out_of_memory(f"the weights of {path.name} do", change, device) from error
+    except RuntimeError as error:
+        if device.type != "cpu" or "allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"the weights of {path.name} do not fit this machine's memory: choose a smaller model"
+        ) from error
     if config.load_format == "dummy":
         random_weights(model.targets(), config.seed)
     else:

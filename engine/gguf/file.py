@@ -10,6 +10,7 @@ import re
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,15 @@ class GGUFError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies. shape: outermost dimension first, as in torch; kind: ggml's type; offset: bytes."""
+    """Where a tensor lies. shape: outermost dimension first, as in torch; kind: ggml's type; offset, room: bytes, of
+    which room is up to the next tensor or the end of the file."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class GGUFFile:
             missing = info.offset + prod(shape) - info.path.stat().st_size
             if missing > 0:
                 raise ValueError(f"{info.path.name} ends {missing} bytes before the tensor does")
+            if prod(shape) > info.room:
+                raise ValueError(f"it has {prod(shape)} bytes, and another tensor begins after {info.room}")
             num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
             if not num_rows or not num_columns:
                 return np.empty((num_rows, num_columns), np.float32)
@@ -168,14 +173,18 @@ class _HeaderParser:
             name = self._string()
             shape = tuple(reversed(self._scalars("Q", self._scalar("I"))))
             found.append((name, shape, self._scalar("I"), self._scalar("Q")))
-        if alignment < 1:
-            raise ValueError(f"general.alignment is {alignment}")
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
         start = -(-self.at // alignment) * alignment
+        bounds = [*sorted({start + offset for *_, offset in found}), len(self.data)]
+        ends = dict(pairwise(bounds))
         tensors = {}
         for name, shape, kind, offset in found:
-            if not shape or 0 in shape or start + offset >= len(self.data):
+            first = start + offset
+            # A number takes more than a bit of the file in every type.
+            if not shape or 0 in shape or prod(shape) > 8 * (len(self.data) - first):
                 raise GGUFError(f"{self.path} is truncated or corrupt: the tensor {name} has no place in it")
-            tensors[name] = TensorInfo(self.path, name, shape, kind, start + offset)
+            tensors[name] = TensorInfo(self.path, name, shape, kind, first, ends[first] - first)
         return tensors
 
     def _value(self, kind: int) -> Any:

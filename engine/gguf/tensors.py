@@ -93,7 +93,7 @@ def _hf_modules(file: GGUFFile, family: Family) -> dict[str, str]:
     import gguf
 
     name = file.metadata["general.architecture"]
-    num_layers = file.count("block_count")
+    num_layers = min(file.count("block_count"), len(file.tensors))  # which a damaged file may have in millions
     table = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name), num_layers)
     modules = ["model.embed_tokens", "model.norm", "lm_head"]
     layer = _LAYER_MODULES + (_FUSED_MODULES if family.fused_projections else _DENSE_MODULES)
