@@ -87,6 +87,14 @@ class Placed:
     carries: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a replica answers to one that has heard nothing for a while: its name, and the ids of its requests."""
+
+    replica: str
+    request_ids: frozenset[str]
+
+
 Message = Refusal | Placed | StepOutput | Finished
 """What comes over the call of a submission: a refusal alone; or that it is placed, and then either its end, or, if this
 call is the carrier, the tokens and ends of all requests that this ingress has there."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from app.engine_client import EngineLimits, Message, Placed, Refusal, Submission
+from app.engine_client import EngineLimits, Holding, Message, Placed, Refusal, Submission
 from app.outbox import Outbox, split
 from app.signals import DoorReport, Signals
 from app.startup import Startup, StartupTimes
@@ -144,6 +144,10 @@ class EngineReplica:
             return Refusal(str(error), error.param, "invalid_value")
         return None
 
+    def holding(self) -> Holding:
+        """The requests whose end has not been told."""
+        return Holding(self.name, frozenset(self._outbox_of))
+
     def abort(self, request_id: str) -> None:
         """End a request by its id: idempotent, and good before the request has arrived."""
         self._step_loop.abort(request_id)
@@ -273,9 +277,9 @@ class EngineDeployment:
     async def stats(self) -> EngineStats:
         return self._replica.stats()
 
-    async def name(self) -> str:
+    async def holding(self) -> Holding:
         """Asked by an ingress that has heard nothing for a while."""
-        return self._replica.name
+        return self._replica.holding()
 
     async def startup_times(self) -> StartupTimes:
         return self._startup_times

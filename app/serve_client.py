@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from contextvars import Context
 from dataclasses import replace
@@ -19,7 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from app.broadcast import answers_of, ask_all
-from app.engine_client import Delivery, EngineLimits, Message, Placed, Refusal, ReplicaLost, Submission
+from app.engine_client import Delivery, EngineLimits, Holding, Message, Placed, Refusal, ReplicaLost, Submission
 from app.openai.errors import EngineFault
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
@@ -54,7 +54,8 @@ class ServeEngineClient:
         self._unplaced: dict[ServeTokenStream, float] = {}  # and since when
         self._heard_at: dict[str, float] = {}  # by replica
         self._placed: defaultdict[Key, set[ServeTokenStream]] = defaultdict(set)
-        self._broken: dict[str, int] = {}  # by replica, the last carrier that broke
+        self._ended: dict[str, int] = {}  # by replica, the last carrier that has ended
+        self._unheld: set[ServeTokenStream] = set()  # by the last word of their replicas
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def limits(self) -> EngineLimits:
@@ -121,6 +122,8 @@ class ServeEngineClient:
         else:
             if stream.placed is None:  # with the refusal, or without a word
                 stream.fail(ReplicaLost("The engine replica ended the request without saying how."))
+            elif stream.placed.carries:
+                self._end_carrier(stream.placed, "carrier ended")
 
     def _take(self, stream: "ServeTokenStream", message: Message) -> None:
         if isinstance(message, StepOutput):
@@ -142,8 +145,8 @@ class ServeEngineClient:
         self._unplaced.pop(stream, None)
         if stream.closed:
             return
-        if self._broken.get(placed.replica, 0) >= placed.carrier:
-            stream.fail(_lost("carrier broke"))
+        if self._ended.get(placed.replica, 0) >= placed.carrier:
+            stream.fail(_lost("carrier ended"))
         else:
             self._placed[placed.replica, placed.carrier].add(stream)
 
@@ -151,9 +154,14 @@ class ServeEngineClient:
         """A call broke. If it carried tokens, all whose tokens it carried are lost with it."""
         stream.fail(_lost(type(error).__name__))
         if (placed := stream.placed) is not None and placed.carries:
-            self._broken[placed.replica] = max(placed.carrier, self._broken.get(placed.replica, 0))
-            for other in list(self._placed.get((placed.replica, placed.carrier), ())):
-                other.fail(_lost(type(error).__name__))
+            self._end_carrier(placed, type(error).__name__)
+
+    def _end_carrier(self, placed: Placed, why: str) -> None:
+        """Nothing comes over a carrier any more: what has not ended, or is placed on it later, is lost. One that the
+        replica ends has told all ends; one that is cancelled may end as quietly, with some untold."""
+        self._ended[placed.replica] = max(placed.carrier, self._ended.get(placed.replica, 0))
+        for stream in list(self._placed.get((placed.replica, placed.carrier), ())):
+            stream.fail(_lost(why))
 
     def waits_s(self) -> float:
         """How long the request under way that has heard least has heard nothing of its replica."""
@@ -167,10 +175,29 @@ class ServeEngineClient:
         lost = list(self._unplaced)
         for (replica, carrier), streams in self._placed.items():
             if replica in replicas:
-                self._broken[replica] = max(carrier, self._broken.get(replica, 0))
+                self._ended[replica] = max(carrier, self._ended.get(replica, 0))
                 lost += streams
         for stream in lost:  # which may still run there, should it go on
             stream.fail(_lost("silent"), ended=False)
+
+    def check(self, holdings: Iterable[Holding]) -> bool:
+        """Give up requests that their replica does not hold, as of two answers in a row: the word of their end is lost.
+
+        Returns whether there are some as of this answer, so that it is worth to ask again. One is on its way there, or
+        its end on the way here, when it is not held in a single answer.
+        """
+        held = {holding.replica: holding.request_ids for holding in holdings}
+        unheld = {
+            stream
+            for (replica, _), streams in self._placed.items()
+            if replica in held
+            for stream in streams
+            if not stream.ended and stream.request_id not in held[replica]
+        }
+        for stream in unheld & self._unheld:
+            stream.fail(_lost("does not know the request"))
+        self._unheld = unheld - self._unheld
+        return bool(self._unheld)
 
     def _deliver(self, output: StepOutput) -> None:
         find = self._open.get

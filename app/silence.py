@@ -1,15 +1,18 @@
 """Engine replicas that are there and say nothing, as one whose process is stopped or whose machine is out of reach.
 
 Serve would wait for them through three health checks. An ingress that has heard nothing for a while asks all replicas
-for their names. Those that do not answer, twice, while others do, lose their requests, which go on elsewhere, and get
-none until they answer. One that is only busy, with a long step or a long compilation, does answer.
+what they hold. Those that do not answer, twice, while others do, lose their requests, which go on elsewhere, and get
+none until they answer. One that is only busy, with a long step or a long compilation, does answer. All are asked now
+and then besides, in case the word of a request's end has been lost.
 """
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from app.broadcast import ask_all
+from app.engine_client import Holding
 from app.pool import Pool
 
 SILENCE_S = 5.0
@@ -20,24 +23,39 @@ ANSWER_S = 5.0
 
 LOOK_S = 1.0
 
+CHECK_S = 10.0
+"""Seconds between two looks at whether what is under way is still held."""
 
-async def watch(handle: Any, pool: Pool, waits_s: Callable[[], float], lose: Callable[[frozenset[str]], None]) -> None:
-    """Keep `pool.silent` true. Never returns.
 
-    waits_s: how long the request that has heard least has heard nothing. lose: takes the requests of replicas away,
-    and those that may be on their way there.
+async def watch(
+    handle: Any,
+    pool: Pool,
+    waits_s: Callable[[], float],
+    lose: Callable[[frozenset[str]], None],
+    check: Callable[[Iterable[Holding]], bool],
+) -> None:
+    """Keep `pool.silent` true, and no request waiting for a word that does not come. Never returns.
+
+    waits_s: how long the request that has heard least has heard nothing; 0 if there is none. lose: takes the requests
+    of replicas away, and those that may be on their way there. check: is told what replicas hold, and says whether it
+    must be told again soon.
     """
     suspects: frozenset[str] = frozenset()
+    unsure, checked_at = False, time.monotonic()
     while True:
         await asyncio.sleep(LOOK_S)
-        asked = pool.replicas
-        if len(asked) < 2 or not (pool.silent or suspects or waits_s() > SILENCE_S):
-            suspects = frozenset()
+        asked, waits = pool.replicas, waits_s()
+        due = waits > 0 and time.monotonic() - checked_at > CHECK_S
+        if not (pool.silent or suspects or unsure or due or waits > SILENCE_S):
             continue
         try:
-            answered = frozenset(name for name in await ask_all(handle, "name", timeout_s=ANSWER_S) if name in asked)
+            answers = await ask_all(handle, "holding", timeout_s=ANSWER_S)
         except Exception:  # no replica is there any more
+            suspects = frozenset()
             continue
+        holdings = [answer for answer in answers if isinstance(answer, Holding)]
+        unsure, checked_at = check(holdings), time.monotonic()
+        answered = frozenset(holding.replica for holding in holdings if holding.replica in asked)
         suspects, before = asked - answered if answered else frozenset(), suspects
         known = pool.silent
         pool.set_silent(suspects & (before | known))

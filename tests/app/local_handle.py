@@ -36,9 +36,9 @@ class LocalCall:
         self.cancelled = True
         self._task.cancel()
 
-    def lose(self) -> None:
-        """As if the process at the other end had been killed: what was on its way is gone too."""
-        self._lost = ConnectionError("killed")
+    def lose(self, error: Exception | None = None) -> None:
+        """As if the process at the other end had been killed: what was on its way is gone too. error: how it shows."""
+        self._lost = error or ConnectionError("killed")
         while not self._read.empty():
             self._read.get_nowait()
         self._task.cancel()
@@ -146,7 +146,7 @@ class LocalHandle:
 
 def _call(replica: EngineReplica, method: str, args: tuple[Any, ...]) -> Any:
     try:
-        answer = replica.name if method == "name" else getattr(replica, method)(*args)
+        answer = getattr(replica, method)(*args)
     except Exception as error:
         return error
     return True if method == "check_health" else answer

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from app.replica import EngineReplica
 from app.serve_client import ServeEngineClient
 from app.silence import watch
 from engine.engine import Engine
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
 from engine.step_loop import StepLoop
 from tests.app.harness import until
@@ -72,7 +73,7 @@ async def two_replicas() -> AsyncIterator[Silent]:
         it.handle.avoided = names  # as the router does
         it.transport.lose(names)
 
-    watching = asyncio.ensure_future(watch(it.handle, it.pool, it.transport.waits_s, lose))
+    watching = asyncio.ensure_future(watch(it.handle, it.pool, it.transport.waits_s, lose, it.transport.check))
     try:
         yield it
     finally:
@@ -109,7 +110,7 @@ async def test_one_that_is_busy_for_long_keeps_its_requests() -> None:
         asked = it.ask(2)
         await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
         it.gates[0].open.clear()  # a long step: its event loop answers
-        await until(lambda: names(it).count("name") >= 3, 5)
+        await until(lambda: names(it).count("holding") >= 3, 5)
         it.gates[0].open.set()
         assert [len(ids) for ids, _ in await asyncio.gather(*asked)] == [NUM_TOKENS] * 2
         assert it.client.counts.resubmitted == 0
@@ -121,7 +122,7 @@ async def test_where_nobody_answers_nothing_is_given_up() -> None:
         await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
         it.stop(0)
         it.stop(1)
-        await until(lambda: names(it).count("name") >= 3, 5)
+        await until(lambda: names(it).count("holding") >= 3, 5)
         assert it.pool.silent == frozenset()
         it.go_on(0)
         it.go_on(1)
@@ -133,7 +134,7 @@ async def test_a_pause_that_ends_in_time_moves_nothing() -> None:
         asked = it.ask(2)
         await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
         it.stop(0)
-        await until(lambda: names(it).count("name") == 1, 5)
+        await until(lambda: names(it).count("holding") == 1, 5)
         it.go_on(0)
         assert [len(ids) for ids, _ in await asyncio.gather(*asked)] == [NUM_TOKENS] * 2
         assert it.client.counts.resubmitted == 0
@@ -143,6 +144,43 @@ async def test_nobody_is_asked_while_tokens_come() -> None:
     async with two_replicas() as it:
         await asyncio.gather(*it.ask(4))
         assert names(it) == []
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kept", [0, NUM_TOKENS // 2])
+async def test_a_request_whose_end_is_not_told_goes_on(monkeypatch: pytest.MonkeyPatch, kept: int, alone: bool) -> None:
+    """kept: how many of its tokens still come. alone: else its carrier stays open for another one."""
+    monkeypatch.setattr("app.silence.CHECK_S", 0.05)
+    async with two_replicas() as it:
+        it.handle.avoided = () if alone else ["replica 1"]
+        other = it.client.submit(Submission("other", [1, 2], SamplingParams(max_tokens=100 * NUM_TOKENS)))
+        await until(lambda: it.gates[0].steps > 1, 5)
+        if alone:
+            other.close()
+        deliver = it.transport._deliver
+        came = 0
+
+        def forgetful(output: StepOutput) -> None:
+            nonlocal came
+            came += output.request_ids.count("r0")
+            if "r0" not in output.request_ids or came <= kept:
+                deliver(replace(output, finished=[end for end in output.finished if end.request_id != "r0"]))
+
+        monkeypatch.setattr(it.transport, "_deliver", forgetful)
+        (asked,) = it.ask(1)
+        ids, reason = await asyncio.wait_for(asked, 5)
+        assert (len(ids), reason) == (NUM_TOKENS, FinishReason.LENGTH)
+        assert it.client.counts.resubmitted == 1
+        other.close()
+
+
+async def test_requests_under_way_are_looked_after_though_all_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.silence.CHECK_S", 0.05)
+    monkeypatch.setattr("app.silence.SILENCE_S", 100.0)
+    async with two_replicas() as it:
+        assert [len(ids) for ids, _ in await asyncio.gather(*it.ask(4))] == [NUM_TOKENS] * 4
+        assert "holding" in names(it)
+        assert it.client.counts.resubmitted == 0
 
 
 async def test_statistics_and_health_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +234,7 @@ async def test_one_that_waits_for_a_place_is_given_up_once_and_not_again_and_aga
         it.stop(0)
         it.gates[1].open.clear()  # and the other one is long in a step
         await until(lambda: it.pool.silent == {"replica 0"}, 5)
-        await until(lambda: names(it).count("name") >= 6, 5)
+        await until(lambda: names(it).count("holding") >= 6, 5)
         assert it.client.counts.resubmitted == 1
         it.gates[1].open.set()
         assert [len(ids) for ids, _ in await asyncio.gather(*asked)] == [NUM_TOKENS] * 2
