@@ -152,11 +152,7 @@ async def test_a_request_whose_end_is_not_told_goes_on(monkeypatch: pytest.Monke
     """kept: how many of its tokens still come. alone: else its carrier stays open for another one."""
     monkeypatch.setattr("app.silence.CHECK_S", 0.05)
     async with two_replicas() as it:
-        it.handle.avoided = () if alone else ["replica 1"]
-        other = it.client.submit(Submission("other", [1, 2], SamplingParams(max_tokens=100 * NUM_TOKENS)))
-        await until(lambda: it.gates[0].steps > 1, 5)
-        if alone:
-            other.close()
+        it.handle.avoided = ["replica 1"]
         deliver = it.transport._deliver
         came = 0
 
@@ -167,11 +163,18 @@ async def test_a_request_whose_end_is_not_told_goes_on(monkeypatch: pytest.Monke
                 deliver(replace(output, finished=[end for end in output.finished if end.request_id != "r0"]))
 
         monkeypatch.setattr(it.transport, "_deliver", forgetful)
+        others = [] if alone else [Submission("other", [1, 2], SamplingParams(max_tokens=2 * NUM_TOKENS))]
+        open_streams = [it.client.submit(other) for other in others]
         (asked,) = it.ask(1)
+        if not alone:
+            await until(lambda: came >= NUM_TOKENS, 5)
+            it.gates[0].open.clear()
+            it.handle.avoided = ["replica 0"]
         ids, reason = await asyncio.wait_for(asked, 5)
         assert (len(ids), reason) == (NUM_TOKENS, FinishReason.LENGTH)
         assert it.client.counts.resubmitted == 1
-        other.close()
+        for stream in open_streams:
+            stream.close()
 
 
 async def test_requests_under_way_are_looked_after_though_all_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
