@@ -256,6 +256,15 @@ def fail() -> None:
     raise RuntimeError("out of luck")
 
 
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background has the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 def test_interrupt_waits_for_the_step_and_ends_all() -> None:
     llm, runner = scripted(ids("a"))
     runner.before_step = on_step(5, lambda: os.kill(os.getpid(), signal.SIGINT))
