@@ -318,12 +318,12 @@ async def test_a_client_that_reads_nothing_loses_its_place_and_its_connection(
     async with scripted("abcdefgh" * 4, capacity=1, **SMALL_BUFFERS) as server:
         idler = await Connection.post(server, COMPLETIONS, LONG | {"max_tokens": 90_000, "stream": True})
         await idler.reader.readuntil(b'"text":')
-        idler.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        idler.reader._transport.pause_reading()
         assert (await server.complete(max_tokens=2)).status_code == 200, "the only place was not given back"
         await server.idle()
         assert server.replica.stats().generation_tokens < 90_000
         assert "its client has read nothing" in caplog.text
-        idler.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        idler.reader._transport.resume_reading()
         assert b"data: [DONE]\n\n" not in await asyncio.wait_for(idler.reader.read(), 10)
 
 
@@ -338,12 +338,12 @@ async def test_a_client_that_goes_on_reading_in_time_loses_nothing(
     async with scripted("abcdefgh" * 4, before_step=gate, **SMALL_BUFFERS) as server:
         idler = await Connection.post(server, COMPLETIONS, LONG | {"max_tokens": 2000, "stream": True})
         await idler.reader.readuntil(b'"text":')
-        idler.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        idler.reader._transport.pause_reading()
         if silent:
             gate.open.clear()
         await asyncio.sleep(0.3)
         gate.open.set()
-        idler.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        idler.reader._transport.resume_reading()
         assert b"data: [DONE]\n\n" in await asyncio.wait_for(idler.reader.read(), 10)
         await server.idle()
 

@@ -62,7 +62,7 @@ def adapted(engine: Engine, folder: Path) -> tuple[list[int], list[tuple[int, ..
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     adapter = engine.load_adapter(LoRARequest("a", 1, str(folder)))
     engine.add_request("a", PROMPTS[0], params, adapter=adapter)
-    attention = engine.runner.model.layers[0].attention  # type: ignore[attr-defined]
+    attention = engine.runner.model.layers[0].attention
     shapes = [tuple(w.shape[1:]) for layer in (attention.qkv, attention.output) for w in (layer.lora.a, layer.lora.b)]
     return drain(engine)["a"], shapes
 
