@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.grammar import Grammar, GrammarCompiler
-from engine.grammar_vocabulary import Vocabulary, grammar_vocabulary
 from engine.lora.request import LoRARequest
 from engine.model_config import load_model_config
 from engine.outputs import EngineStats, Finished, StepOutput
@@ -24,6 +22,8 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sharding import StartShards, start_installed_shards
 from engine.step import StepPlan
+from engine.structured.grammar import Grammar, GrammarCompiler
+from engine.structured.vocabulary import Vocabulary, grammar_vocabulary
 
 if TYPE_CHECKING:
     from engine.lora.adapter import Adapter

@@ -9,10 +9,10 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar import Matcher, fill_masks
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.step import Extras, Ints, NewBias, NewPenalties, PromptScores
+from engine.structured.grammar import Matcher, fill_masks
 
 MIN_REPETITION_PENALTY = 1e-4
 """Less than this is taken as this: a logit divided by far less would overflow."""

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from engine.bad_words import BadSequences
 from engine.block_hash import chain, root_hash
-from engine.grammar import Matcher
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.structured.grammar import Matcher
 
 if TYPE_CHECKING:
     from engine.lora.adapter import Adapter

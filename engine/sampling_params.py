@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import InvalidRequestError
-from engine.structured_output import StructuredOutputSpec
+from engine.structured.spec import StructuredOutputSpec
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by less overflows, and argmax is their limit."""

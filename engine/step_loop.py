@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.grammar import Grammar
 from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, Finished, FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
+from engine.structured.grammar import Grammar
 
 if TYPE_CHECKING:
     from engine.lora.adapter import Adapter

@@ -7,7 +7,7 @@ strict schemas must forbid them; what is closed here fits the schema as it was g
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engine.json_schema import MAX_DEPTH, SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMA_MAPS
+from engine.structured.json_schema import MAX_DEPTH, SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMA_MAPS
 
 Schema = dict[str, Any]
 

@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from app.openai.closed_schema import closed
 from app.openai.model import RequestModel
 from engine.errors import InvalidRequestError
-from engine.json_schema import parse_schema
-from engine.structured_output import MAX_BYTES, StructuredOutputSpec, validate
+from engine.structured.json_schema import parse_schema
+from engine.structured.spec import MAX_BYTES, StructuredOutputSpec, validate
 
 MAX_CHOICES = 4096
 

@@ -7,7 +7,7 @@ import pytest
 
 from app.openai.closed_schema import closed
 from app.openai.requests import parse_chat
-from engine.json_schema import MAX_DEPTH
+from engine.structured.json_schema import MAX_DEPTH
 
 TEXT = {"type": "string"}
 OPEN = {"type": "object", "properties": {"a": TEXT}, "required": ["a"]}

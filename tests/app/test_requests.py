@@ -17,7 +17,7 @@ from app.openai.requests import (
     parse_completion,
 )
 from engine.errors import InvalidRequestError
-from engine.structured_output import StructuredOutputSpec
+from engine.structured.spec import StructuredOutputSpec
 
 USER = {"role": "user", "content": "hi"}
 

@@ -10,12 +10,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.grammar_vocabulary import grammar_vocabulary
 from engine.lora.cache import AdapterCache
 from engine.model_runner import ModelRunner
 from engine.parallel import ParallelGroup
 from engine.runner_setup import load_runner
 from engine.step import StepPlan
+from engine.structured.vocabulary import grammar_vocabulary
 from engine.tokenizer import load_tokenizer
 from tests.ranks import run_ranks
 

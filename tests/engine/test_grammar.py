@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from engine import grammar as grammar_module
 from engine.errors import ConfigError, InvalidRequestError
-from engine.grammar import GrammarCompiler, Matcher, bitmask_width, fill_masks
-from engine.grammar_vocabulary import Vocabulary, grammar_vocabulary
-from engine.structured_output import WHITESPACE, StructuredOutputSpec
+from engine.structured import grammar as grammar_module
+from engine.structured.grammar import GrammarCompiler, Matcher, bitmask_width, fill_masks
+from engine.structured.spec import WHITESPACE, StructuredOutputSpec
+from engine.structured.vocabulary import Vocabulary, grammar_vocabulary
 from engine.tokenizer import Tokenizer
 from kernels.bitmask import apply_bitmask
 from tests import tiny_models

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidRequestError
-from engine.structured_output import MAX_BYTES, StructuredOutputSpec, validate
+from engine.structured.spec import MAX_BYTES, StructuredOutputSpec, validate
 
 ROOT = Path(__file__).parents[2]
 
@@ -233,7 +233,7 @@ def test_limits_say_what_they_are(name: str, words: str) -> None:
 
 def test_the_grammar_library_and_torch_load_only_when_needed() -> None:
     code = (
-        "import sys, engine.grammar, engine.structured_output as s\n"
+        "import sys, engine.structured.grammar, engine.structured.spec as s\n"
         "spec = s.StructuredOutputSpec(json_object=True)\n"
         "print(*(m for m in ('llguidance', 'torch', 'transformers') if m in sys.modules))\n"
         "s.validate(spec)\n"

@@ -10,7 +10,7 @@ from engine.errors import InvalidRequestError
 from engine.llm import LLM
 from engine.outputs import Finished, FinishReason
 from engine.sampling_params import SamplingParams
-from engine.structured_output import StructuredOutputSpec
+from engine.structured.spec import StructuredOutputSpec
 from engine.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny_models
 from tests.engine.build import build_engine

@@ -1,7 +1,7 @@
 """Structured output: what a request may demand of its output's form, and whether that can be held.
 
-Text and checks only, for the ingress; `engine.grammar` compiles what passes here and makes the token masks. The
-grammar library (llguidance) loads when it is first needed.
+Text and checks only, for the ingress; `engine.structured.grammar` compiles what passes here and makes the token
+masks. The grammar library (llguidance) loads when it is first needed.
 """
 
 import functools
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequestError
-from engine.json_schema import check_schema, parse_schema
+from engine.structured.json_schema import check_schema, parse_schema
 
 PARAM = "structured_outputs"
 

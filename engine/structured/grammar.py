@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError, InvalidRequestError
-from engine.grammar_vocabulary import Vocabulary
-from engine.structured_output import StructuredOutputSpec, grammar_text, library_error, parser_limits, refusal
+from engine.structured.spec import StructuredOutputSpec, grammar_text, library_error, parser_limits, refusal
+from engine.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
