@@ -23,7 +23,7 @@ from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.errors import ConfigError
 from engine.hub import PACKAGED_MODELS, resolve_model
 from engine.model_config import load_model_config
-from engine.ranks import check_heads
+from engine.parallel.heads import check_heads
 
 logger = logging.getLogger("ray.serve")
 

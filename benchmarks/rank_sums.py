@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from engine.parallel import ParallelGroup
+from engine.parallel.group import ParallelGroup
 
 NUMBERS = (576, 512 * 576)
 """Of one token and of a prompt of 512, in SmolLM2-135M."""

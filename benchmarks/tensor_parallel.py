@@ -65,7 +65,7 @@ class TimedRank:
     """A rank that notes what its decode steps take, and its collectives of that; rank 0 writes it to `file`."""
 
     def __init__(self, file: Path, config: EngineConfig, rank: Rank, store: Any) -> None:
-        from engine.parallel import ParallelGroup
+        from engine.parallel.group import ParallelGroup
 
         self._file = file if rank.index == 0 else None
         self._in_collectives = 0.0

@@ -14,13 +14,13 @@ from engine.errors import EngineDeadError, InvalidRequestError
 from engine.lora.request import LoRARequest
 from engine.model_config import load_model_config
 from engine.outputs import EngineStats, Finished, StepOutput
-from engine.ranks import check_heads
+from engine.parallel.heads import check_heads
+from engine.parallel.start import StartShards, start_installed_shards
 from engine.request import Request
 from engine.request_rules import RequestRules
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sharding import StartShards, start_installed_shards
 from engine.step import StepPlan
 from engine.structured.grammar import Grammar, GrammarCompiler
 from engine.structured.vocabulary import Vocabulary, grammar_vocabulary

@@ -15,10 +15,10 @@ from engine.lora.layers import ModelAdapters
 from engine.memory import GIB
 from engine.models.decoder import Decoder
 from engine.padded_step import PaddedStep, is_decode
+from engine.parallel.sampling import follower_plan, sample_together, score_together
 from engine.pinned import Download, HostResults, PinnedUpload, Results
 from engine.runner import RunnerInfo, SwapInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
-from engine.shared_sampling import follower_plan, sample_together, score_together
 from engine.step import Logprobs, StepAdapters, StepPlan, StepResult
 from engine.step_inputs import DeviceRows, SampleInputs
 from engine.trial import seconds_per_token, trial_plan, warm_up_plans

@@ -18,7 +18,7 @@ from engine.model_config import ModelConfig, load_model_config
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.padded_step import padded_sizes
-from engine.parallel import ParallelGroup
+from engine.parallel.group import ParallelGroup
 from engine.precision import Precision, choose_device, choose_precision
 from engine.runner import RunnerInfo
 from engine.step import SamplingMode

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.parallel import ParallelGroup
+from engine.parallel.group import ParallelGroup
 from kernels import cpu_ops
 
 _TIMEOUT_S = 120

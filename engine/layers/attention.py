@@ -7,7 +7,7 @@ from engine.layers.linear import Linear, Quantization, row_linear
 from engine.layers.norm import RMSNorm, SharedRMSNorm
 from engine.layers.target import Slices, Target
 from engine.model_config import ModelConfig
-from engine.shares import Shares, Span
+from engine.parallel.shares import Shares, Span
 from kernels.attention import AttentionBackend, AttentionMetadata, HeadNorms
 
 KVCache = tuple[Tensor, Tensor]

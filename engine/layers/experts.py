@@ -13,7 +13,7 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.layers.target import Target
 from engine.model_config import ModelConfig
-from engine.shares import Shares
+from engine.parallel.shares import Shares
 from kernels import experts
 
 

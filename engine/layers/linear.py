@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.layers.norm import RMSNorm
 from engine.layers.target import Parts, Slices, Target
 from engine.model_config import Activation
-from engine.parallel import ParallelGroup
-from engine.shares import Span
+from engine.parallel.group import ParallelGroup
+from engine.parallel.shares import Span
 from kernels.activation import gelu_and_mul, silu_and_mul
 from kernels.linear import PackedWeight, linear, pack_weight, packs
 from kernels.quantized_linear import norm_quantized_linear, quantized_linear

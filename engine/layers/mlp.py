@@ -7,8 +7,8 @@ from engine.layers.linear import Linear, Quantization, row_linear
 from engine.layers.norm import RMSNorm
 from engine.layers.target import Target
 from engine.model_config import ModelConfig
-from engine.parallel import ParallelGroup
-from engine.shares import Span
+from engine.parallel.group import ParallelGroup
+from engine.parallel.shares import Span
 
 
 class MLP:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from engine.parallel import ParallelGroup
-from engine.shares import Span
+from engine.parallel.group import ParallelGroup
+from engine.parallel.shares import Span
 from kernels.rms_norm import add_rms_norm, rms_norm
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.shares import Span
+from engine.parallel.shares import Span
 from kernels.quantized_weight import MAX_WEIGHT
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max

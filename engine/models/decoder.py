@@ -13,8 +13,8 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.layers.target import Parts, Slices, Target
 from engine.model_config import LayerConfig, ModelConfig, NormPlacement, RopeConfig
-from engine.parallel import ParallelGroup
-from engine.shares import Shares, Span, share
+from engine.parallel.group import ParallelGroup
+from engine.parallel.shares import Shares, Span, share
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.linear import PackedWeight
 from kernels.quantized_weight import QuantizedWeight, exact_codes, quantize_weight

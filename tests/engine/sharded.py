@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.lora.cache import AdapterCache
 from engine.model_runner import ModelRunner
-from engine.parallel import ParallelGroup
+from engine.parallel.group import ParallelGroup
 from engine.runner_setup import load_runner
 from engine.step import StepPlan
 from engine.structured.vocabulary import grammar_vocabulary

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from engine.parallel import ParallelGroup, RankLostError
+from engine.parallel.group import ParallelGroup, RankLostError
 from tests.ranks import run_ranks
 
 SIZES = (100, 200_000)

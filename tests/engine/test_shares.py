@@ -20,8 +20,8 @@ from engine.layers.linear import Linear, Quantization
 from engine.loader import load_weights, random_weights
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, load_model_config
 from engine.models.decoder import Decoder
+from engine.parallel.shares import Span, share
 from engine.runner_setup import load_runner
-from engine.shares import Span, share
 from kernels.attention import select_backend
 from kernels.linear import PackedWeight
 from kernels.quantized_weight import QuantizedWeight

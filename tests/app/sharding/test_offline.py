@@ -10,8 +10,9 @@ import pytest
 
 from app.building import build_application
 from app.settings import load_settings
-from engine import LLM, SamplingParams, sharding
+from engine import LLM, SamplingParams
 from engine.errors import ConfigError
+from engine.parallel import start
 from tests import tiny_models
 from tests.app.sharding.processes import alive, wait
 
@@ -23,12 +24,13 @@ SCRIPT = f"""
 import atexit, json, sys
 from importlib.metadata import EntryPoint
 import ray
-from engine import LLM, SamplingParams, sharding
+from engine import LLM, SamplingParams
+from engine.parallel import start
 
 def entry_points(group):
     return [EntryPoint("installed", sys.argv[2], group)]
 
-sharding.entry_points = entry_points
+start.entry_points = entry_points
 # Runs after what comes later.
 atexit.register(lambda: print(json.dumps([ray.is_initialized(), pids, texts])))
 settings = json.loads(sys.argv[1])
@@ -45,7 +47,7 @@ def test_tokens_are_those_of_one_rank_and_nothing_is_left(tmp_path: Path) -> Non
     model = tiny_models.llama(tmp_path / "tiny")
     settings = {"model": str(model), "dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (entry,) = project["entry-points"][sharding.ENTRY_POINT].values()
+    (entry,) = project["entry-points"][start.ENTRY_POINT].values()
     command = [sys.executable, "-c", SCRIPT, json.dumps(settings), entry]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert output.returncode == 0, output.stderr
@@ -58,7 +60,7 @@ def test_tokens_are_those_of_one_rank_and_nothing_is_left(tmp_path: Path) -> Non
 
 
 def test_without_the_application_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sharding, "entry_points", lambda group: [])
+    monkeypatch.setattr(start, "entry_points", lambda group: [])
     model = tiny_models.llama(tmp_path / "tiny")
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but nothing is installed that runs several"):
         LLM(str(model), tensor_parallel_size=2)
@@ -67,7 +69,7 @@ def test_without_the_application_it_says_what_is_missing(monkeypatch: pytest.Mon
 def test_more_ranks_than_the_heads_allow_are_refused_before_any_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sharding, "entry_points", lambda group: pytest.fail("a rank was to be started"))
+    monkeypatch.setattr(start, "entry_points", lambda group: pytest.fail("a rank was to be started"))
     model = tiny_models.llama(tmp_path / "tiny")
     message = "size is 1024, but the model has 4 attention heads, .*; its heads can be shared by 1, 2, 4"
     with pytest.raises(ConfigError, match=message):

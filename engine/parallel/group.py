@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from engine.errors import EngineDeadError
-from engine.host_exchange import MAX_BYTES, HostExchange
+from engine.parallel.host_exchange import MAX_BYTES, HostExchange
 from engine.remote.channel import ChannelClosedError
 from kernels.shared_sum import reference as add_in_order
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.models.decoder import Decoder
-from engine.parallel import ParallelGroup
+from engine.parallel.group import ParallelGroup
 from engine.sampler import sample, score_prompt
 from engine.step import Extras, SamplingMode, StepPlan
 from engine.step_inputs import DeviceRows, PromptScoreInputs, SampleInputs

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig
-from engine.parallel import ParallelGroup
-from engine.ranks import heads_problem
+from engine.parallel.group import ParallelGroup
+from engine.parallel.heads import heads_problem
 from kernels.quantized_weight import GROUP
 
 
