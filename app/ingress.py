@@ -30,7 +30,7 @@ from app.settings import AppSettings, with_live
 from app.signals import DoorReport
 from app.silence import watch
 from engine.errors import ConfigError
-from engine.generation_config import default_sampling
+from engine.hf.generation_config import default_sampling
 from engine.hub import resolve_model
 from engine.tokenizer import load_tokenizer
 

@@ -12,7 +12,7 @@ from engine.completion import Completion, CompletionOutput, Logprob, PromptJob, 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineDeadError
-from engine.generation_config import default_sampling
+from engine.hf.generation_config import default_sampling
 from engine.interrupts import interrupted_between_steps
 from engine.lora.request import LoRARequest
 from engine.outputs import StepOutput

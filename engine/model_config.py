@@ -102,7 +102,7 @@ def load_model_config(path: Path) -> ModelConfig:
 
     Raises `ConfigError` that names the file and the key.
     """
-    from engine.hf_config import from_hf
+    from engine.hf.config import from_hf
 
     path = Path(path)
     if is_gguf(path):

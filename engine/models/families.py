@@ -1,6 +1,6 @@
 """The families of models that can be served, each by what sets it apart from Llama: one table, read by everything.
 
-`engine.hf_config` makes a `ModelConfig` of a checkpoint's config by it, `engine.models.checkpoint` reads the weights,
+`engine.hf.config` makes a `ModelConfig` of a checkpoint's config by it, `engine.models.checkpoint` reads the weights,
 `engine.gguf.config` translates GGUF files, and docs/models.md is printed from it. docs/adding-a-model.md says how a
 family is added.
 """

@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from engine.errors import ConfigError
-from engine.hf_config import MOST, from_hf
+from engine.hf.config import MOST, from_hf
 from engine.loader import LoadError, check_size, iter_weights
 from engine.model_config import load_model_config
 from engine.models.families import FAMILIES

@@ -4,7 +4,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.generation_config import default_sampling
+from engine.hf.generation_config import default_sampling
 from engine.llm import LLM
 from tests import tiny_models
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
-from engine.hf_config import from_hf
+from engine.hf.config import from_hf
 from engine.loader import LoadError, iter_weights, load_weights, random_weights
 from engine.model_config import LayerConfig, RopeConfig, load_model_config
 from tests import tiny_models

@@ -16,7 +16,7 @@ from engine.models.families import Family
 from kernels.rotary_frequencies import REQUIRED
 
 if TYPE_CHECKING:
-    from engine.hf_config import ConfigReader
+    from engine.hf.config import ConfigReader
 
 _ALIASES = {"su": "longrope"}
 _LAYER_KINDS = ("full_attention", "sliding_attention")

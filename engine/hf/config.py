@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.hf_rope import rope_configs
+from engine.hf.rope import rope_configs
 from engine.model_config import Activation, ExpertsConfig, LayerConfig, ModelConfig, token_ids
 from engine.models.families import FAMILIES, Family
 
