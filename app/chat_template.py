@@ -15,7 +15,7 @@ from jinja2.exceptions import SecurityError
 
 from app.openai.tool_prompt import with_tools, without_tool_turns
 from engine.errors import ConfigError, InvalidRequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")
 

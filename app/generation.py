@@ -14,12 +14,12 @@ from app.openai.responses import Usage
 from app.openai.token_entries import EntryAligner, TokenEntry
 from app.request_stats import RequestStats
 from engine.block_hash import block_hashes
-from engine.detokenizer import Detokenizer
 from engine.lora.request import LoRARequest
 from engine.outputs import Finished, FinishReason, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.token_text import TokenTexts
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.token_text import TokenTexts
+from engine.text.tokenizer import Tokenizer
 
 EXPECTED_OUTPUT = 256
 """Tokens of output that a request is admitted for; most end before their limit, or have none."""

@@ -32,7 +32,7 @@ from app.silence import watch
 from engine.errors import ConfigError
 from engine.hf.generation_config import default_sampling
 from engine.hub import resolve_model
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger("ray.serve")
 

@@ -32,8 +32,8 @@ from app.text import INLINE_SIZE, PromptEncoder, off_loop
 from engine.bad_words import expand
 from engine.lora.request import LoRARequest
 from engine.sampling_params import SamplingParams, children
-from engine.token_text import TokenTexts
-from engine.tokenizer import Tokenizer
+from engine.text.token_text import TokenTexts
+from engine.text.tokenizer import Tokenizer
 
 
 class Service:

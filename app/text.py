@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from app.chat_template import Chat, ChatTemplate
 from app.openai.errors import ApiError
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

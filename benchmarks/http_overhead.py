@@ -28,7 +28,7 @@ from app.service import Service
 from engine.config import DEFAULT_MODEL
 from engine.hub import resolve_model
 from engine.outputs import EngineStats, Finished, FinishReason
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 
 CONTENT = "What is the capital of France? Answer in one word, and say how sure you are of it."
 

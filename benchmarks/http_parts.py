@@ -33,9 +33,9 @@ from app.serve_client import ServeEngineClient
 from app.service import Service
 from app.streaming import EventStream
 from benchmarks.host_overhead import measure
-from engine.detokenizer import Detokenizer
 from engine.outputs import StepOutput
-from engine.tokenizer import load_tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests import tiny_models
 
 SEQUENCES = 64

@@ -30,7 +30,7 @@ from engine.layers.linear import Quantization
 from engine.loader import load_weights
 from engine.model_config import load_model_config
 from engine.models.decoder import Decoder
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from kernels.attention import AttentionMetadata, select_backend
 
 WINDOW = 512

@@ -33,7 +33,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from kernels import cpu_ops
 
 part_is_done("import the engine")

@@ -30,7 +30,7 @@ from engine.engine import Engine
 from engine.llm import LLM
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 
 FIXED_BATCHES = (1, 4, 16, 32)
 FIXED_TOKENS = 128

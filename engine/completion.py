@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.detokenizer import Detokenizer
 from engine.outputs import Finished, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.token_text import TokenTexts
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.token_text import TokenTexts
+from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from engine.lora.adapter import Adapter

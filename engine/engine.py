@@ -119,7 +119,7 @@ class Engine:
         start_shards: makes the runner where tensor_parallel_size is above 1.
         """
         from engine.hub import resolve_model
-        from engine.tokenizer import load_tokenizer
+        from engine.text.tokenizer import load_tokenizer
 
         path = resolve_model(config.model)
         runner: Runner

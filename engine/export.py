@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 from engine.hub import resolve_model
 from engine.loader import iter_weights
 from engine.model_config import is_gguf, load_model_config
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 
 
 def export_hf_folder(path: Path, out_dir: Path) -> None:

@@ -18,8 +18,8 @@ from engine.lora.request import LoRARequest
 from engine.outputs import StepOutput
 from engine.prompts import Message, Prompt, listed, listed_chats, naming, one_each, read_prompt, turns
 from engine.sampling_params import SamplingParams, children
-from engine.token_text import TokenTexts
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.text.token_text import TokenTexts
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "Message", "Prompt", "RequestOutput"]
 

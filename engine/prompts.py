@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`."""

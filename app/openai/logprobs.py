@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.openai.token_entries import TokenEntry
-from engine.token_text import TokenText
+from engine.text.token_text import TokenText
 
 Body = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.outputs import TokenLogprobs
-from engine.token_text import TokenText, TokenTexts
+from engine.text.token_text import TokenText, TokenTexts
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 _PROBES = 200
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny_models
 from tests.app.harness import Server, running
 from tests.scripted import ScriptedRunner

@@ -25,7 +25,7 @@ from app.service import Service
 from engine.engine import Engine
 from engine.outputs import EngineStats
 from engine.step_loop import StepLoop
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.local_handle import LocalHandle
 
 

@@ -21,7 +21,7 @@ from app.service import Service
 from app.settings import load_settings
 from engine.engine import Engine
 from engine.step_loop import StepLoop
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server, until
 from tests.app.local_handle import LocalHandle

@@ -17,7 +17,7 @@ from app.serve_client import ServeEngineClient
 from app.service import Service
 from engine.engine import Engine
 from engine.step_loop import StepLoop
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.harness import parse_events
 from tests.app.local_handle import LocalHandle
 from tests.app.test_lifecycle import Faults

@@ -8,7 +8,7 @@ import pytest
 from app.chat_template import Chat, ChatTemplate, load_template
 from app.openai.messages import Message
 from engine.errors import ConfigError, InvalidRequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.tiny_models import CHAT_TEMPLATE
 
 USER = {"role": "user", "content": "hi"}

@@ -11,7 +11,7 @@ import pytest
 import app
 from app.openai.openapi import openapi
 from app.openai.unsupported import CHAT, COMPLETIONS
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server
 from tests.app.test_http import error_of

@@ -27,7 +27,7 @@ from engine.engine import Engine
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.step_loop import StepLoop
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.harness import parse_events, until
 from tests.app.local_handle import LocalHandle
 from tests.app.test_lifecycle import Faults

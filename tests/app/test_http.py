@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.tiny_models import EOS_ID
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine.step import StepPlan
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server, parse_events, until
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from app.openai.logprobs import LOWEST, chat_logprobs, completion_logprobs
 from app.openai.responses import to_json
 from app.openai.token_entries import EntryAligner, PromptScorer
-from engine.detokenizer import Detokenizer
 from engine.outputs import TokenLogprobs
-from engine.token_text import TokenTexts
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.token_text import TokenTexts
+from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server
 from tests.app.test_http import error_of, ids_of_length

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Events, until
 from tests.app.test_http import error_of, ids_of_length

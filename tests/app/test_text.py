@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server
 from tests.tiny_models import EOS_ID

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from app.openai.tools import Tool, calls_schema
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Events, Server
 from tests.app.test_http import error_of

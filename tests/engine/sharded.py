@@ -16,7 +16,7 @@ from engine.parallel.group import ParallelGroup
 from engine.runner_setup import load_runner
 from engine.step import StepPlan
 from engine.structured.vocabulary import grammar_vocabulary
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests.ranks import run_ranks
 
 DEFAULTS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 128, "num_threads": 1}

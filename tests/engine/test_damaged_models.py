@@ -13,7 +13,7 @@ from engine.hf.config import MOST, from_hf
 from engine.loader import LoadError, check_size, iter_weights
 from engine.model_config import load_model_config
 from engine.models.families import FAMILIES
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests import tiny_models
 from tests.engine.build import build_engine
 from tests.tiny_gguf import write_gguf

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from engine.detokenizer import Detokenizer
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Tokenizer
 
 WORDS = ["Hel", "lo ST", "OP rest", "DEF", "ST", "OP", "A xyz", " ", "\n", "the ", "aa", "aba", "\n\nUser:"]
 EMOJI = "ok 🌶 世界 done"

@@ -11,7 +11,7 @@ from engine.hub import resolve_model
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests import reference, tiny_models
 from tests.engine.build import OVERLAPPED, build_engine
 from tests.scripted import LateRunner, drain

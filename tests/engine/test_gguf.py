@@ -20,7 +20,7 @@ from engine.gguf.file import GGUFError, open_gguf
 from engine.hub import resolve_model
 from engine.loader import LoadError, iter_weights, load_weights
 from engine.model_config import load_model_config
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests import tiny_models
 from tests.tiny_gguf import write_gguf
 

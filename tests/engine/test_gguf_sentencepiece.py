@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, trainers
 
 from engine.errors import ConfigError
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny_models
 from tests.tiny_gguf import write_gguf
 

@@ -18,7 +18,7 @@ from engine.structured import grammar as grammar_module
 from engine.structured.grammar import GrammarCompiler, Matcher, bitmask_width, fill_masks
 from engine.structured.spec import WHITESPACE, StructuredOutputSpec
 from engine.structured.vocabulary import Vocabulary, grammar_vocabulary
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from kernels.bitmask import apply_bitmask
 from tests import tiny_models
 from tests.engine.schema_cases import CASES, SchemaCase

@@ -16,7 +16,7 @@ from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestErr
 from engine.llm import LLM, Logprob, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_models
 from tests.scripted import ScriptedRunner
 

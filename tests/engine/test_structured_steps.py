@@ -11,7 +11,7 @@ from engine.llm import LLM
 from engine.outputs import Finished, FinishReason
 from engine.sampling_params import SamplingParams
 from engine.structured.spec import StructuredOutputSpec
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny_models
 from tests.engine.build import build_engine
 from tests.scripted import LateRunner, ScriptedRunner

@@ -13,7 +13,7 @@ import torch
 from engine.engine import Engine
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests import reference, tiny_families, tiny_models
 from tests.engine.sharded import Case, run_cases
 from tests.engine.test_logprobs import Seen

@@ -5,8 +5,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from engine.token_text import TokenText, TokenTexts
-from engine.tokenizer import Tokenizer
+from engine.text.token_text import TokenText, TokenTexts
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_models
 
 TEXTS = ["ok 🌶 世界 done", "The quick brown fox", "naïve\n\ttabs  and spaces", "🌶", "a\u0301"]

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from engine.errors import ConfigError, InvalidRequestError
 from engine.gguf.file import open_gguf
 from engine.hub import resolve_model
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny_models
 from tests.tiny_gguf import write_gguf
 
@@ -272,7 +272,7 @@ def connect(*args):
     raise SystemExit(f"connected to {args[1:]}")
 
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = connect
-from engine.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(Path(sys.argv[1]))
 tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 tokenizer.token_bytes

@@ -9,7 +9,7 @@ text-generation-inference and vLLM.
 from codecs import getincrementaldecoder, utf_8_decode
 from collections.abc import Sequence
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 class Detokenizer:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
