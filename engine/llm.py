@@ -8,15 +8,15 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from engine.bad_words import expand
-from engine.completion import Completion, CompletionOutput, Logprob, PromptJob, RequestOutput
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineDeadError
 from engine.hf.generation_config import default_sampling
-from engine.interrupts import interrupted_between_steps
 from engine.lora.request import LoRARequest
+from engine.offline.completion import Completion, CompletionOutput, Logprob, PromptJob, RequestOutput
+from engine.offline.interrupts import interrupted_between_steps
+from engine.offline.prompts import Message, Prompt, listed, listed_chats, naming, one_each, read_prompt, turns
 from engine.outputs import StepOutput
-from engine.prompts import Message, Prompt, listed, listed_chats, naming, one_each, read_prompt, turns
 from engine.sampling_params import SamplingParams, children
 from engine.text.token_text import TokenTexts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
