@@ -1,9 +1,9 @@
 """The queue in front of the engine: who may submit now, who waits, and who is sent away.
 
 A budget of requests and tokens for each engine replica bounds what is sent there, so that the rest can still go to a
-replica that starts now. What waits is shared fairly between tenants (`engine.fair_queue`), each tenant's own by
-priority and age, and the batch class takes what nobody else wants. When the queue is full, the tenant that has most of
-it gives way to those that have less. Standard library only.
+replica that starts now. What waits is shared fairly between tenants (`engine.scheduling.fair_queue`), each tenant's own
+by priority and age, and the batch class takes what nobody else wants. When the queue is full, the tenant that has most
+of it gives way to those that have less. Standard library only.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.fair_queue import PRIORITY_S, FairQueue
+from engine.scheduling.fair_queue import PRIORITY_S, FairQueue
 
 _RATE_WINDOW = 64
 """Releases that the estimate of the pace looks back on."""

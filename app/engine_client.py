@@ -28,7 +28,7 @@ class Submission:
 
     output_ids: tokens that it has delivered already; it goes on after them.
     block_hashes: digests of the prompt's full blocks; a router reads them too.
-    tenant, priority, is_batch: who asked, and how urgent it is; see `engine.waiting`.
+    tenant, priority, is_batch: who asked, and how urgent it is; see `engine.scheduling.waiting`.
     session: what the client calls its conversation; those of one session go to one replica if they can.
     lora: the adapter that it runs with; the block hashes are of that too.
     """

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import PENDING
 from engine.layers.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.pinned import Ring, pinned_empty
 from engine.runner import RunnerInfo
 from engine.sampler import choose
+from engine.scheduling.batch import PENDING
 from engine.step import SamplingMode, StepPlan
 from engine.step_inputs import DeviceRows, SampleInputs
 from kernels.attention import AttentionMetadata

@@ -4,10 +4,10 @@ There is one kind of step. A request knows `num_tokens` and has computed `num_co
 of the difference, under one budget. Running requests come first, those that need one token (decodes) before those that
 need more (prompts, in chunks); then waiting requests are admitted while blocks, rows and budget last. When blocks run
 out, the request that is last in the order of service is preempted: it gives all its blocks back and waits, and what it
-had is found again in the prefix cache or recomputed. Others are preempted for one that waits (`engine.giving_way`).
+had is found again in the prefix cache or recomputed. Others are preempted for one that waits (`giving_way`).
 
 A step may be planned while others are in flight (planned, not committed): a sampled token that is not known yet is
-planned for as PENDING. What ended meanwhile keeps its row and blocks for a while (`engine.in_flight`).
+planned for as PENDING. What ended meanwhile keeps its row and blocks for a while (`in_flight`).
 
 A request whose choices depend on its last token (`Request.needs_last_token`) is left out of a step that would be
 planned ahead of it, and goes on when that is known.
@@ -20,22 +20,22 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.batch import PENDING, Batch
 from engine.block_manager import BlockManager
-from engine.giving_way import GivingWay
-from engine.in_flight import InFlight
-from engine.intake import Intake
-from engine.logprobs import hand_out
 from engine.lora.slots import AdapterSlots
 from engine.outputs import Finished, FinishReason, StepOutput
-from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
 from engine.runner import SwapInfo
-from engine.running import Running
+from engine.scheduling.batch import PENDING, Batch
+from engine.scheduling.giving_way import GivingWay
+from engine.scheduling.in_flight import InFlight
+from engine.scheduling.intake import Intake
+from engine.scheduling.logprobs import hand_out
+from engine.scheduling.plan_builder import PlanBuilder
+from engine.scheduling.running import Running
+from engine.scheduling.streak import Streaks
+from engine.scheduling.swap_space import SwapSpace
+from engine.scheduling.waiting import WaitingQueue
 from engine.step import Ints, StepPlan, StepResult
-from engine.streak import Streaks
-from engine.swap_space import SwapSpace
-from engine.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -259,7 +259,7 @@ class Scheduler:
                 self.swap.forget(request)
         return [finished for finished in failed if finished is not None]
 
-    # -- quiet steps, see `engine.streak` -----------------------------------------------------------------------
+    # -- quiet steps, see `engine.scheduling.streak` ------------------------------------------------------------
 
     def _quiet_plan(self) -> StepPlan | None:
         streaks = self._streaks

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.fair_queue import FairQueue
+from engine.scheduling.fair_queue import FairQueue
 
 
 def drain(queue: FairQueue[str]) -> list[str]:

@@ -6,11 +6,11 @@ import pytest
 from engine.block_hash import block_hashes
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.fair_queue import PRIORITY_S
 from engine.outputs import FinishReason, StepOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.scheduling.fair_queue import PRIORITY_S
 from engine.step import StepPlan, StepResult
 from tests.scripted import ScriptedRunner, drain
 

@@ -5,7 +5,7 @@ import pytest
 from engine.engine import Engine
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.waiting import WaitingQueue
+from engine.scheduling.waiting import WaitingQueue
 from tests.scripted import ScriptedRunner, drain
 
 

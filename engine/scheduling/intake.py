@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from engine.batch import Batch
 from engine.block_manager import BlockManager
-from engine.fair_queue import Entry
 from engine.request import Request
-from engine.running import Running
-from engine.swap_space import SwapSpace
-from engine.waiting import WaitingQueue
+from engine.scheduling.batch import Batch
+from engine.scheduling.fair_queue import Entry
+from engine.scheduling.running import Running
+from engine.scheduling.swap_space import SwapSpace
+from engine.scheduling.waiting import WaitingQueue
 
 MAX_SKIPPED = 16
 """Waiting requests passed over in one step because their next block is being computed by another."""

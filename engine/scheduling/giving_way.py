@@ -4,11 +4,11 @@ One of the batch class does for any other, and one of a tenant with most places 
 two or more.
 """
 
-from engine.batch import Batch
-from engine.intake import Intake
 from engine.request import Request
-from engine.running import Running
-from engine.waiting import WaitingQueue
+from engine.scheduling.batch import Batch
+from engine.scheduling.intake import Intake
+from engine.scheduling.running import Running
+from engine.scheduling.waiting import WaitingQueue
 
 
 class GivingWay:

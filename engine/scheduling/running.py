@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from engine.batch import Batch
 from engine.block_hash import child
 from engine.block_manager import BlockManager
 from engine.lora.slots import AdapterSlots
-from engine.plan_builder import PlanBuilder
 from engine.request import Request, Status
+from engine.scheduling.batch import Batch
+from engine.scheduling.plan_builder import PlanBuilder
 from engine.step import Ints
 
 

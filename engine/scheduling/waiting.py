@@ -1,6 +1,6 @@
 """The requests that wait, in the order of service.
 
-Tenants share by tokens (`engine.fair_queue`). A tenant's own requests go first come, first served, with a head start
+Tenants share by tokens (`fair_queue`). A tenant's own requests go first come, first served, with a head start
 of PRIORITY_S a level of priority: one that has waited long enough is ahead of every newcomer, whatever its priority,
 so none starves. Requests of the batch class come after all others: they get what nobody else wants. Those that have an
 adapter can be passed over, all at once: while one waits for a slot, the others wait behind it.
@@ -11,8 +11,8 @@ What the statistics tell is kept as requests come and go, so that reading it cos
 from collections import deque
 from collections.abc import Callable
 
-from engine.fair_queue import KINDS, PRIORITY_S, Entry, FairQueue
 from engine.request import Request, Status
+from engine.scheduling.fair_queue import KINDS, PRIORITY_S, Entry, FairQueue
 
 OUTPUT_WEIGHT = 2.0
 """What a token of output counts against one of a prompt: it takes a step of its own."""

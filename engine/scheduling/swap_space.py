@@ -8,11 +8,11 @@ Blocks that another request holds as well are found again in the prefix cache, s
 recompute; they are copied all the same, since the other may be gone by then.
 """
 
-from engine.batch import Batch
 from engine.block_manager import BlockManager
-from engine.plan_builder import PlanBuilder
 from engine.request import Request
 from engine.runner import SwapInfo
+from engine.scheduling.batch import Batch
+from engine.scheduling.plan_builder import PlanBuilder
 
 
 class SwapSpace:

@@ -1,7 +1,7 @@
 """Log probabilities of a step, from the runner's arrays to the requests that asked for them."""
 
-from engine.batch import Batch
 from engine.outputs import StepOutput, TokenLogprobs
+from engine.scheduling.batch import Batch
 from engine.step import Logprobs, PromptScores, StepPlan, StepResult
 
 

@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from engine.batch import Batch
 from engine.request import Request
-from engine.running import Running
+from engine.scheduling.batch import Batch
+from engine.scheduling.running import Running
 from engine.step import StepPlan
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from engine.batch import PENDING, Batch
 from engine.lora.slots import AdapterSlots
+from engine.scheduling.batch import PENDING, Batch
 from engine.step import NO_UPDATES, BlockCopies, BlockUpdates, Ints, RowParams, SamplingMode, StepAdapters, StepPlan
 
 

@@ -8,8 +8,8 @@ one higher. A streak makes those plans and takes their tokens in, and writes wha
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import PENDING, Batch
 from engine.outputs import StepOutput
+from engine.scheduling.batch import PENDING, Batch
 from engine.step import NO_UPDATES, Ints, StepAdapters, StepPlan
 
 MAX_ROWS = 16

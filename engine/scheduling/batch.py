@@ -6,8 +6,8 @@ touches rows through index arrays, so its cost hardly grows with the number of s
 
 import numpy as np
 
-from engine.extras import ExtraRows
 from engine.request import Request
+from engine.scheduling.extras import ExtraRows
 
 PENDING = -1
 """Stands for a token that a launched step will sample."""
