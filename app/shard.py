@@ -116,9 +116,9 @@ class _Nowhere:
 
 def load_rank(config: EngineConfig, rank: Rank, store: Any) -> Runner:
     """A rank of the model that `config` names."""
+    from engine.device.precision import choose_device
     from engine.hub import resolve_model
     from engine.parallel.group import ParallelGroup
-    from engine.precision import choose_device
     from engine.runner_setup import load_runner
 
     path = resolve_model(config.model)

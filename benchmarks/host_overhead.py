@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.device.step_inputs import DeviceRows
 from engine.engine import Engine
 from engine.runner import RunnerInfo, SwapInfo
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan, StepResult
-from engine.step_inputs import DeviceRows
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2304

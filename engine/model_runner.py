@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.block_copies import HostBlocks, block_bytes
-from engine.compilation import CompiledForward
+from engine.device.block_copies import HostBlocks, block_bytes
+from engine.device.compilation import CompiledForward
+from engine.device.graph_runner import GraphRunner
+from engine.device.memory import GIB
+from engine.device.padded_step import PaddedStep, is_decode
+from engine.device.pinned import Download, HostResults, PinnedUpload, Results
+from engine.device.step_inputs import DeviceRows, SampleInputs
+from engine.device.trial import seconds_per_token, trial_plan, warm_up_plans
 from engine.errors import ConfigError
-from engine.graph_runner import GraphRunner
 from engine.lora.layers import ModelAdapters
-from engine.memory import GIB
 from engine.models.decoder import Decoder
-from engine.padded_step import PaddedStep, is_decode
 from engine.parallel.sampling import follower_plan, sample_together, score_together
-from engine.pinned import Download, HostResults, PinnedUpload, Results
 from engine.runner import RunnerInfo, SwapInfo
 from engine.sampler import PROMPT_ROWS, sample, score_prompt
 from engine.step import Logprobs, StepAdapters, StepPlan, StepResult
-from engine.step_inputs import DeviceRows, SampleInputs
-from engine.trial import seconds_per_token, trial_plan, warm_up_plans
 from kernels.attention import AttentionBackend
 
 

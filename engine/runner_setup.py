@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 
 from engine.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineConfig
+from engine.device.memory import GIB, GpuMemory, num_kv_blocks, out_of_memory
+from engine.device.padded_step import padded_sizes
+from engine.device.precision import Precision, choose_device, choose_precision
+from engine.device.trial import measure_memory
 from engine.errors import ConfigError
 from engine.loader import check_size, load_weights, random_weights
 from engine.lora.adapter import read_adapter
 from engine.lora.layers import ModelAdapters
-from engine.memory import GIB, GpuMemory, num_kv_blocks, out_of_memory
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
-from engine.padded_step import padded_sizes
 from engine.parallel.group import ParallelGroup
-from engine.precision import Precision, choose_device, choose_precision
 from engine.runner import RunnerInfo
 from engine.step import SamplingMode
-from engine.trial import measure_memory
 from kernels.attention import AttentionBackend, select_backend
 
 logger = logging.getLogger(__name__)

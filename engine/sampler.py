@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.device.step_inputs import DeviceRows, PromptScoreInputs, SampleInputs
 from engine.step import SamplingMode
-from engine.step_inputs import DeviceRows, PromptScoreInputs, SampleInputs
 from kernels import sampler
 from kernels.bitmask import apply_bitmask
 from kernels.sampler import TokenLogprobs

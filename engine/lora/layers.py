@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device.pinned import Upload
 from engine.layers.linear import GATES, Linear, SummedLinear
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
 from engine.lora.adapter import Adapter, LowRank, TargetModule
 from engine.models.decoder import Decoder
-from engine.pinned import Upload
 from engine.step import StepAdapters, StepPlan
 from kernels.linear import linear
 from kernels.lora import LoraTokens, LoraWeights, add_lora, lora_tiles, lora_weights

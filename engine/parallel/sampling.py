@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.device.step_inputs import DeviceRows, PromptScoreInputs, SampleInputs
 from engine.models.decoder import Decoder
 from engine.parallel.group import ParallelGroup
 from engine.sampler import sample, score_prompt
 from engine.step import Extras, SamplingMode, StepPlan
-from engine.step_inputs import DeviceRows, PromptScoreInputs, SampleInputs
 from kernels.sampler import TokenLogprobs
 
 

@@ -1,6 +1,6 @@
 """Host memory for the KV of preempted requests: which host blocks are free, and whether a copy is worth it.
 
-Bookkeeping without torch: a plan's `BlockCopies` say what is to be copied, and `engine.block_copies` does it.
+Bookkeeping without torch: a plan's `BlockCopies` say what is to be copied, and `engine.device.block_copies` does it.
 
 Cost model: blocks travel out and in again at one measured time a block each way, tokens are computed again at one
 measured time a token (a full step's; attention's share grows with length, which favours copies, and is left out).

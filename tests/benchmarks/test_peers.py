@@ -10,7 +10,7 @@ import pytest
 from benchmarks import peer_engines, report
 from benchmarks.peer_engines import Rates, Worker, medians
 from benchmarks.peers import one_round
-from engine import memory
+from engine.device import memory
 from tests import tiny_models
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import throughput
 from benchmarks.throughput import PoolSample, fill_at_saturation
-from engine import memory
+from engine.device import memory
 from tests import tiny_models
 
 

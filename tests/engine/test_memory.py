@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.device.memory import BYTES_PER_GRAPH, GIB, GpuMemory, num_kv_blocks
+from engine.device.trial import measure_memory, trial_plan
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.memory import BYTES_PER_GRAPH, GIB, GpuMemory, num_kv_blocks
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason
 from engine.runner import RunnerInfo
 from engine.sampling_params import SamplingParams
-from engine.trial import measure_memory, trial_plan
 from tests import tiny_models
 from tests.engine.build import build_engine
 from tests.scripted import drain, runner_info

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.device.padded_step import is_decode, padded_sizes
 from engine.engine import Engine
 from engine.model_runner import ModelRunner
-from engine.padded_step import is_decode, padded_sizes
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
 from tests import tiny_families, tiny_models

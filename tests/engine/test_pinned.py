@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.pinned import BLOCK_BYTES, Download, PinnedUpload, Ring
+from engine.device.pinned import BLOCK_BYTES, Download, PinnedUpload, Ring
 from tests.fake_cuda import FakeCuda
 
 CPU = torch.device("cpu")

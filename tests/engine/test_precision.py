@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.device.precision import Precision, choose_precision
 from engine.errors import ConfigError
 from engine.model_config import ModelConfig, load_model_config
-from engine.precision import Precision, choose_precision
 from kernels import cpu_ops
 from tests import tiny_models
 

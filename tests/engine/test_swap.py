@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.block_copies import HostBlocks
+from engine.device.block_copies import HostBlocks
+from engine.device.pinned import PinnedUpload
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model_runner import ModelRunner
-from engine.pinned import PinnedUpload
 from engine.runner import SwapInfo
 from engine.sampling_params import SamplingParams
 from engine.step import BlockCopies, StepPlan

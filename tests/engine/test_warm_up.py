@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from engine import sampler
+from engine.device.trial import warm_up_plans
 from engine.model_runner import ModelRunner
 from engine.runner import RunnerInfo
 from engine.sampling_params import SamplingParams
 from engine.step import SamplingMode, StepPlan
-from engine.trial import warm_up_plans
 from tests import tiny_models
 from tests.engine.build import build_engine
 from tests.scripted import drain, runner_info

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.device.padded_step import is_decode
 from engine.engine import Engine
 from engine.lora.request import LoRARequest
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason, StepOutput
-from engine.padded_step import is_decode
 from engine.sampling_params import SamplingParams
 from engine.step import StepPlan
 from tests import tiny_families, tiny_models

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.padded_step import PaddedStep
+from engine.device.padded_step import PaddedStep
 from engine.step import SamplingMode
 
 

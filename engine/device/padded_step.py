@@ -5,7 +5,7 @@ query, writes no KV (its slot is -1), and reads and writes the one row of the de
 changes nothing. What the host knows of a step travels in one copy; the ids that it does not know (PENDING) are taken
 from what the step before sampled, which is on the device.
 
-Nothing here knows of graphs: `engine.graph_runner` captures `forward` and `sample`, and on a CPU they run as they are.
+Nothing here knows of graphs: `graph_runner` captures `forward` and `sample`, and on a CPU they run as they are.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device.pinned import Ring, pinned_empty
+from engine.device.step_inputs import DeviceRows, SampleInputs
 from engine.layers.attention import KVCache
 from engine.models.decoder import Decoder
-from engine.pinned import Ring, pinned_empty
 from engine.runner import RunnerInfo
 from engine.sampler import choose
 from engine.scheduling.batch import PENDING
 from engine.step import SamplingMode, StepPlan
-from engine.step_inputs import DeviceRows, SampleInputs
 from kernels.attention import AttentionMetadata
 
 

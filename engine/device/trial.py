@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine.memory import GpuMemory
+from engine.device.memory import GpuMemory
 from engine.runner import RunnerInfo
 from engine.step import (
     NO_UPDATES,

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device.pinned import Upload
 from engine.errors import ConfigError
 from engine.layers.attention import KVCache
-from engine.pinned import Upload
 from engine.step import BlockCopies, Ints
 from kernels.zeros import lazy_zeros
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.pinned import Upload
+from engine.device.pinned import Upload
 from engine.step import NewBias, NewPenalties
 from kernels.sampler import penalise_rows
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.logit_tables import LogitTables
-from engine.pinned import Upload
+from engine.device.logit_tables import LogitTables
+from engine.device.pinned import Upload
 from engine.runner import RunnerInfo
 from engine.step import BlockUpdates, Ints, RowParams, StepPlan
 from kernels.attention import AttentionMetadata
