@@ -8,10 +8,6 @@ ingress and replica costs nothing. See `app.outbox` for the other end.
 
 import asyncio
 import logging
-import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from contextvars import Context
 from dataclasses import replace
@@ -19,22 +15,18 @@ from typing import Any
 from uuid import uuid4
 
 from app.broadcast import answers_of, ask_all
-from app.engine_client import Delivery, EngineLimits, Holding, Message, Placed, Refusal, ReplicaLost, Submission
+from app.carriers import Carriers
+from app.engine_client import EngineLimits, Message, Placed, Refusal, ReplicaLost, Submission
 from app.openai.errors import EngineFault
+from app.token_stream import ServeTokenStream, replica_lost
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
-from engine.outputs import EngineStats, Finished, FinishReason, StepOutput, TokenLogprobs
+from engine.outputs import EngineStats, FinishReason, StepOutput
 
 LOAD_TIMEOUT_S = 60.0
 """Seconds that all replicas together have to read an adapter's files."""
 
-MAX_UNREAD_TOKENS = 8192
-"""Tokens of one request that may wait for its client; one who stops reading is cut off here."""
-
 logger = logging.getLogger("ray.serve")
-
-Key = tuple[str, int]
-"""A carrier: the replica, and which of its calls."""
 
 
 class ServeEngineClient:
@@ -45,17 +37,13 @@ class ServeEngineClient:
     """
 
     def __init__(self, handle: Any) -> None:
+        self.carriers = Carriers()
         self._handle = handle
         self._streaming = handle.options(
             stream=True, _by_reference=False, request_serialization="pickle", response_serialization="pickle"
         )
         self._name = uuid4().hex
         self._open: dict[str, ServeTokenStream] = {}
-        self._unplaced: dict[ServeTokenStream, float] = {}  # and since when
-        self._heard_at: dict[str, float] = {}  # by replica
-        self._placed: defaultdict[Key, set[ServeTokenStream]] = defaultdict(set)
-        self._ended: dict[str, int] = {}  # by replica, the last carrier that has ended
-        self._unheld: set[ServeTokenStream] = set()  # by the last word of their replicas
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def limits(self) -> EngineLimits:
@@ -94,13 +82,13 @@ class ServeEngineClient:
                 raise other.to_error()
         return digest
 
-    def submit(self, submission: Submission) -> "ServeTokenStream":
+    def submit(self, submission: Submission) -> ServeTokenStream:
         # Out of the HTTP request's context: Serve cancels what was called in it when the client leaves, and this call
         # may carry the tokens of others.
         response = Context().run(self._streaming.submit.remote, submission, self._name)
         stream = ServeTokenStream(submission.request_id, response, self._close)
         self._open[submission.request_id] = stream
-        self._unplaced[stream] = time.monotonic()
+        self.carriers.add(stream)
         self._spawn(self._follow(stream, response))
         return stream
 
@@ -109,7 +97,7 @@ class ServeEngineClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _follow(self, stream: "ServeTokenStream", response: Any) -> None:
+    async def _follow(self, stream: ServeTokenStream, response: Any) -> None:
         """Read a call to its end, which may be after that of its own request."""
         try:
             async for message in response:
@@ -123,81 +111,27 @@ class ServeEngineClient:
             if stream.placed is None:  # with the refusal, or without a word
                 stream.fail(ReplicaLost("The engine replica ended the request without saying how."))
             elif stream.placed.carries:
-                self._end_carrier(stream.placed, "carrier ended")
+                self.carriers.end(stream.placed, "carrier ended")
 
-    def _take(self, stream: "ServeTokenStream", message: Message) -> None:
+    def _take(self, stream: ServeTokenStream, message: Message) -> None:
         if isinstance(message, StepOutput):
             self._deliver(message)
             if stream.placed is not None:
-                self._heard_at[stream.placed.replica] = time.monotonic()
+                self.carriers.hear(stream.placed.replica)
         elif isinstance(message, Placed):
-            self._heard_at[message.replica] = time.monotonic()
-            self._place(stream, message)
+            self.carriers.place(stream, message)
         elif isinstance(message, Refusal):
             stream.fail(message.to_error())
         elif message.reason is FinishReason.ABORT or message.lost:
             # Its tokens may have been lost with their carrier. Those on their way are not needed: it goes on after
             # what was delivered.
-            stream.fail(_lost("closed"))
+            stream.fail(replica_lost("closed"))
 
-    def _place(self, stream: "ServeTokenStream", placed: Placed) -> None:
-        stream.placed = placed
-        self._unplaced.pop(stream, None)
-        if stream.closed:
-            return
-        if self._ended.get(placed.replica, 0) >= placed.carrier:
-            stream.fail(_lost("carrier ended"))
-        else:
-            self._placed[placed.replica, placed.carrier].add(stream)
-
-    def _lose(self, stream: "ServeTokenStream", error: BaseException) -> None:
+    def _lose(self, stream: ServeTokenStream, error: BaseException) -> None:
         """A call broke. If it carried tokens, all whose tokens it carried are lost with it."""
-        stream.fail(_lost(type(error).__name__))
+        stream.fail(replica_lost(type(error).__name__))
         if (placed := stream.placed) is not None and placed.carries:
-            self._end_carrier(placed, type(error).__name__)
-
-    def _end_carrier(self, placed: Placed, why: str) -> None:
-        """Nothing comes over a carrier any more: what has not ended, or is placed on it later, is lost. One that the
-        replica ends has told all ends; one that is cancelled may end as quietly, with some untold."""
-        self._ended[placed.replica] = max(placed.carrier, self._ended.get(placed.replica, 0))
-        for stream in list(self._placed.get((placed.replica, placed.carrier), ())):
-            stream.fail(_lost(why))
-
-    def waits_s(self) -> float:
-        """How long the request under way that has heard least has heard nothing of its replica."""
-        placed = {replica for replica, _ in self._placed}
-        self._heard_at = {replica: at for replica, at in self._heard_at.items() if replica in placed}
-        since = min([*self._heard_at.values(), *self._unplaced.values()], default=math.inf)
-        return max(0.0, time.monotonic() - since)
-
-    def lose(self, replicas: frozenset[str]) -> None:
-        """Give up what these have, and what may be on its way to them."""
-        lost = list(self._unplaced)
-        for (replica, carrier), streams in self._placed.items():
-            if replica in replicas:
-                self._ended[replica] = max(carrier, self._ended.get(replica, 0))
-                lost += streams
-        for stream in lost:  # which may still run there, should it go on
-            stream.fail(_lost("silent"), ended=False)
-
-    def check(self, holdings: Iterable[Holding]) -> bool:
-        """Give up requests that their replica does not hold, as of two answers in a row: the word of their end is lost.
-
-        Returns whether there are some as of this answer, so that it is worth to ask again. One is on its way there, or
-        its end on the way here, when it is not held in a single answer.
-        """
-        held = {holding.replica: holding.request_ids for holding in holdings}
-        unheld = {
-            stream
-            for (replica, _), streams in self._placed.items()
-            if replica in held
-            for stream in streams
-            if not stream.ended and stream.request_id not in held[replica]
-        }
-        for stream in unheld & self._unheld:
-            stream.fail(_lost("does not know the request"))
-        self._unheld = unheld - self._unheld
-        return bool(self._unheld)
+            self.carriers.end(placed, type(error).__name__)
 
     def _deliver(self, output: StepOutput) -> None:
         find = self._open.get
@@ -217,7 +151,7 @@ class ServeEngineClient:
             if (stream := find(finished.request_id)) is not None:
                 stream.end(finished)
 
-    def _close(self, stream: "ServeTokenStream") -> None:
+    def _close(self, stream: ServeTokenStream) -> None:
         """Forget a stream, and abort it if it has not ended.
 
         Cancelling the call reaches the replica that holds the request. Where it must not be cancelled because it
@@ -226,23 +160,12 @@ class ServeEngineClient:
         """
         if self._open.get(stream.request_id) is stream:
             del self._open[stream.request_id]
-        placed = stream.placed
-        if placed is None:
-            self._unplaced.pop(stream, None)
-            alone = True
-        else:
-            key = placed.replica, placed.carrier
-            others = self._placed[key]
-            others.discard(stream)
-            # Those on their way may have been given this carrier already.
-            alone = not placed.carries or not (others or self._unplaced)
-            if not others:
-                del self._placed[key]
+        alone = self.carriers.remove(stream)
         if stream.ended:
             return
         if alone:
             stream.response.cancel()
-        if placed is None or not alone:
+        if stream.placed is None or not alone:
             self._spawn(self._abort(stream.request_id))
 
     async def _abort(self, request_id: str) -> None:
@@ -252,102 +175,5 @@ class ServeEngineClient:
             logger.debug("request %s could not be aborted: %s", request_id, error)
 
 
-class ServeTokenStream:
-    """A submission over a Serve handle; see `TokenStream`.
-
-    ended: whether nothing is left to abort. placed: where it is, once that is known.
-    """
-
-    __slots__ = (
-        "_error",
-        "_finished",
-        "_on_close",
-        "_waiter",
-        "cached_tokens",
-        "closed",
-        "ended",
-        "logprobs",
-        "placed",
-        "prompt_logprobs",
-        "request_id",
-        "response",
-        "token_ids",
-    )
-
-    def __init__(self, request_id: str, response: Any, on_close: "Callable[[ServeTokenStream], None]") -> None:
-        self.request_id = request_id
-        self.response = response
-        self.placed: Placed | None = None
-        self.closed = False
-        self.ended = False
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.cached_tokens = 0
-        self._finished: Finished | None = None
-        self._error: Exception | None = None
-        self._on_close = on_close
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> "ServeTokenStream":
-        return self
-
-    async def __anext__(self) -> Delivery:
-        while not self.token_ids and self._finished is None:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        token_ids, self.token_ids = self.token_ids, []
-        finished, self._finished = self._finished, None
-        if finished is not None:
-            self._error = StopAsyncIteration()
-        if not self.logprobs and self.prompt_logprobs is None and not self.cached_tokens:
-            return Delivery(token_ids, finished)
-        logprobs, self.logprobs = self.logprobs, []
-        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        cached_tokens, self.cached_tokens = self.cached_tokens, 0
-        return Delivery(token_ids, finished, logprobs, prompt_logprobs, cached_tokens)
-
-    def push(self, token_id: int) -> None:
-        if self._error is None:
-            self.token_ids.append(token_id)
-            self._wake()
-            if len(self.token_ids) > MAX_UNREAD_TOKENS:
-                self.fail(EngineFault("The client does not read what it is sent."), ended=False)
-                self.close()
-
-    def end(self, finished: Finished) -> None:
-        """How it ended. That nobody here asked for it is a loss, and none if the engine lost nothing by it."""
-        if finished.reason is FinishReason.ABORT or finished.lost:
-            self.fail(_lost("closed"))
-        elif self._error is None:
-            self.ended = True
-            self._finished = finished
-            self._wake()
-
-    def fail(self, error: Exception, ended: bool = True) -> None:
-        """No more comes; what has come is still delivered. ended: whether nothing is left to abort."""
-        if not self.ended and self._error is None:
-            self.ended = ended
-            self._error = error
-            self._wake()
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._on_close(self)
-
-    def _wake(self) -> None:
-        if self._waiter is not None:
-            if not self._waiter.done():
-                self._waiter.set_result(None)
-            self._waiter = None
-
-
 def _unreachable(error: Exception) -> EngineFault:
     return EngineFault(f"The engine does not answer ({type(error).__name__}).")
-
-
-def _lost(why: str) -> ReplicaLost:
-    return ReplicaLost(f"The engine replica was lost ({why}).")

@@ -364,7 +364,7 @@ async def test_a_body_that_does_not_come_is_a_408_and_holds_no_place(
 
 async def test_a_reader_that_stops_reading_is_cut_off(scripted: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole way: what piles up is bounded, and the request does not run on for nobody."""
-    monkeypatch.setattr("app.serve_client.MAX_UNREAD_TOKENS", 64)
+    monkeypatch.setattr("app.token_stream.MAX_UNREAD_TOKENS", 64)
     async with scripted("abcdefgh" * 4, max_model_len=100_000, num_blocks=30_000, block_size=16) as server:
         limits = httpx.Limits(max_connections=1)
         async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30) as client:

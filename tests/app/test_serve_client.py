@@ -12,7 +12,8 @@ import pytest
 from app.engine_client import Placed, ReplicaLost, Submission
 from app.openai.errors import ApiError, EngineFault
 from app.replica import EngineReplica
-from app.serve_client import ServeEngineClient, ServeTokenStream
+from app.serve_client import ServeEngineClient
+from app.token_stream import ServeTokenStream
 from engine.engine import Engine
 from engine.errors import EngineDeadError
 from engine.outputs import Finished, FinishReason, StepOutput
@@ -191,7 +192,7 @@ async def test_an_engine_that_fails_ends_its_replica_after_the_requests_have_bee
 
 
 async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.serve_client.MAX_UNREAD_TOKENS", 16)
+    monkeypatch.setattr("app.token_stream.MAX_UNREAD_TOKENS", 16)
     async with pool(before_step=Gate(0.001)) as it:
         stream = it.submit("a", 120)
         await it.idle()
@@ -216,8 +217,8 @@ async def test_tokens_may_come_before_the_word_of_where_they_come_from() -> None
         stream = it.submit("a")
         it.client._deliver(StepOutput(["a"], [5], [Finished("a", FinishReason.LENGTH, 2, 1, 0)]))
         assert await read(stream) == [5]
-        it.client._place(stream, Placed("somewhere", 1, False))
-        assert not it.client._placed
+        it.client.carriers.place(stream, Placed("somewhere", 1, False))
+        assert not it.client.carriers._placed
 
 
 async def test_health_and_statistics() -> None:

@@ -71,9 +71,10 @@ async def two_replicas() -> AsyncIterator[Silent]:
 
     def lose(names: frozenset[str]) -> None:
         it.handle.avoided = names  # as the router does
-        it.transport.lose(names)
+        it.transport.carriers.lose(names)
 
-    watching = asyncio.ensure_future(watch(it.handle, it.pool, it.transport.waits_s, lose, it.transport.check))
+    carriers = it.transport.carriers
+    watching = asyncio.ensure_future(watch(it.handle, it.pool, carriers.waits_s, lose, carriers.check))
     try:
         yield it
     finally:
