@@ -136,13 +136,22 @@ def rotary_attention(
     return out
 
 
-def linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tensor:
-    out: Tensor = _ops.linear.default(x, packed, n, bias)
+def linear(x: Tensor, packed: Tensor, n: int, gated: bool, activated: bool, bias: Tensor | None) -> Tensor:
+    out: Tensor = _ops.linear.default(x, packed, n, gated, activated, bias)
     return out
 
 
-def coded_linear(x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, n: int, bias: Tensor | None) -> Tensor:
-    out: Tensor = _ops.coded_linear.default(x, data, scale, offset, n, bias)
+def coded_linear(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    n: int,
+    gated: bool,
+    activated: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    out: Tensor = _ops.coded_linear.default(x, data, scale, offset, n, gated, activated, bias)
     return out
 
 

@@ -180,13 +180,14 @@ def _fit(
     return None
 
 
-def _halves(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+def halves_of(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gate and up of a gated weight's parts."""
     return parts[0].chunk(2) if len(parts) == 1 else parts
 
 
 def _slices(parts: Sequence[Tensor], gated: bool, size: int = _SLICE) -> Iterator[tuple[int, Tensor]]:
     """Yield (panel, float32 groups [panels, PANEL, k / GROUP, GROUP] from there on), padded with zeros."""
-    columns = [[half] for half in _halves(parts)] if gated else [parts]
+    columns = [[half] for half in halves_of(parts)] if gated else [parts]
     k = parts[0].shape[1]
     for first in range(0, -(-sum(map(len, columns[0])) // PANEL), size):
         rows = (_rows_of(column, first * PANEL, (first + size) * PANEL) for column in columns)
@@ -224,7 +225,7 @@ def _fill(weight: QuantizedWeight, parts: Sequence[Tensor], make: Callable[[Tens
         return True
     _clear_padding(weight)
     exact, row = make is not _rounded, 0
-    for i, part in enumerate(_halves(parts) if weight.gated else parts):
+    for i, part in enumerate(halves_of(parts) if weight.gated else parts):
         if weight.gated:
             row = 0
         for rows in part.split(_SLICE * PANEL):

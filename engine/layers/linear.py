@@ -52,7 +52,7 @@ class Linear:
         self.gate = gate
         self.stored_as = stored_as
         self.quantization = quantization
-        # What is left to do after the product: a quantised weight does SwiGLU within it.
+        # What is left to do after the product: a packed or quantised weight does SwiGLU within it.
         self._activate = None if gate is None else GATES[gate]
         self._device = device
         self._has_bias = bias
@@ -92,10 +92,10 @@ class Linear:
         """sources: [rows, in_features], one under the other, on a CPU: the weight, for which this makes its form."""
         if self.quantization:
             self.weight = quantize_weight(*sources, gated=self.gate == "silu")
-            if self.weight.gated:
-                self._activate = None
         else:
-            self.weight = pack_weight(*sources)
+            self.weight = pack_weight(*sources, gated=self.gate == "silu")
+        if self.weight.gated:
+            self._activate = None
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Checkpoint name -> the rows that it fills."""

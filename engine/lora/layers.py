@@ -14,9 +14,9 @@ from engine.layers.norm import RMSNorm
 from engine.lora.adapter import Adapter, LowRank, TargetModule
 from engine.models.decoder import Decoder
 from engine.step import StepAdapters, StepPlan
-from kernels.linear import linear
+from kernels.linear import ungated_linear
 from kernels.lora import LoraTokens, LoraWeights, add_lora, lora_tiles, lora_weights
-from kernels.quantized_linear import ungated_linear
+from kernels.quantized_linear import ungated_linear as ungated_quantized_linear
 from kernels.quantized_weight import QuantizedWeight
 
 
@@ -56,9 +56,9 @@ class AdaptedLinear(Linear):
 
     def _adapted(self, x: Tensor, tokens: LoraTokens) -> Tensor:
         if isinstance(self.weight, QuantizedWeight):
-            y = ungated_linear(x, self.weight, self.bias)
+            y = ungated_quantized_linear(x, self.weight, self.bias)
         else:
-            y = linear(x, self.weight, self.bias)
+            y = ungated_linear(x, self.weight, self.bias)
         add_lora(y, x, self.lora, tokens)
         if self._group is not None:
             y = self._group.all_reduce(y)

@@ -130,8 +130,10 @@ TORCH_LIBRARY(nanoserve, m) {
       "rotary_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor slots, Tensor query_start, Tensor seq_lens, Tensor block_tables, Tensor rows, float scale, int window=0, "
       "float soft_cap=0.0) -> Tensor");
-  m.def("linear(Tensor x, Tensor packed, int n, Tensor? bias) -> Tensor");
-  m.def("coded_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, Tensor? bias) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, int n, bool gated, bool activated, Tensor? bias) -> Tensor");
+  m.def(
+      "coded_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, bool gated, bool activated, "
+      "Tensor? bias) -> Tensor");
   m.def("coded_rows(Tensor index, Tensor data, Tensor scale, Tensor? offset, int n, int k) -> Tensor");
   m.def(
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, int[] parts, Tensor tokens, Tensor tiles) -> ()");

@@ -4,6 +4,8 @@
 #include "kernels.h"
 #include "simd.h"
 
+constexpr int kPanelVecs = kPanel / kLanes;
+
 typedef uint32_t LaneVec __attribute__((vector_size(kLanes * 4), may_alias));
 typedef uint32_t LaneVecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 

@@ -110,15 +110,17 @@ static inline constexpr int64_t row_groups(int64_t groups, bool nibbles) {
   return groups + (nibbles ? (groups + kGroup - 1) / kGroup : 0);
 }
 
-// y: [rows, n] = x: [rows, k] times the packed weight, which is one of w_float, w_bfloat16 and codes; the others are
-// null. bias may be null.
+// out: [rows, n] = x: [rows, k] times the packed weight, which is one of w_float, w_bfloat16 and codes; the others are
+// null. bias may be null. `gated`: the weight's rows are a gate and an up projection, in alternating panels; `activated`,
+// for such a weight: out: [rows, n / 2] = SiLU(gate) * up.
 struct Linear {
   const float* x;
   int64_t x_stride, rows, n, k;
   const float* w_float;
   const uint16_t* w_bfloat16;
   Codes codes;
-  const float* bias;
+  const float* bias;  // [n]
+  bool gated, activated;
   float* out;
 };
 

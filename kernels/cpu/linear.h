@@ -1,5 +1,5 @@
 // y = x W^T + bias with W in panels of kPanel output columns: [panels, k, kPanel] as float32, in pairs of dimensions,
-// [panels, k / 2, kPanel, 2], as bfloat16, or as `Codes`.
+// [panels, k / 2, kPanel, 2], as bfloat16, or as `Codes`; optionally SwiGLU of that.
 //
 // Narrow storage cuts what a decode step reads, which is what limits it. A few dimensions of a panel meet all rows of
 // an item before the next ones do, so they are read and widened once and are in the first-level cache then; meanwhile
@@ -7,6 +7,7 @@
 // a row's result is the same bits in every batch.
 #pragma once
 
+#include "elementwise.h"
 #include "kernels.h"
 #include "linear_tile.h"
 #include "simd.h"
@@ -17,8 +18,8 @@ constexpr int64_t kDepth = 96;      // dimensions that meet all rows before the 
 static_assert(kDepth % kGroup == 0);
 
 struct LinearScratch {
-  alignas(64) float wide[kDepth * kPanel];      // some dimensions of a panel
-  alignas(64) float lines[kRowBlock * kPanel];  // a panel's columns of the rows of an item
+  alignas(64) float wide[kDepth * kPanel];         // some dimensions of a panel
+  alignas(64) float lines[2][kRowBlock * kPanel];  // the columns of one or two panels of the rows of an item
 };
 
 // Panel `panel` in each form, what is to be fetched of it before it is used, and the same from column c of it on.
@@ -82,20 +83,29 @@ INLINE void multiply_tile(int64_t height, bool is_first, bool is_only, const flo
     kFloatTiles[height](x, x_stride, wide, first, last, ahead, lines);
 }
 
-// `rows` rows from `row` on against panel `panel`; next: the panel that comes after it, or -1.
+// Where panel `panel` of the weight lies in the result: its first column, and how many there are of it. The panels of a
+// gate and an up projection alternate; unless that is activated, the gate's columns come first.
+struct Place {
+  int64_t column, columns;
+};
+INLINE Place place_of(const Linear& a, int64_t panel) {
+  const int64_t parts = 1 + a.gated, part = panel % parts, column = panel / parts * kPanel, width = a.n / parts;
+  return {(a.activated ? 0 : part * width) + column, min(kPanel, width - column)};
+}
+
+// lines: `rows` rows from `row` on against panel `panel`. next: the panel that comes after it, or -1; out: unless null,
+// where the first of these rows will be written, `width` apart: its memory is fetched meanwhile.
 template <typename Weights>
-INLINE void linear_panel(const Linear& a, const Weights& weights, int64_t panel, int64_t next, int64_t row,
-                         int64_t rows, LinearScratch& s) {
+INLINE void multiply_panel(const Linear& a, const Weights& weights, int64_t panel, int64_t columns, int64_t next,
+                           int64_t row, int64_t rows, float* wide, float* lines, const float* out, int64_t width) {
   const Weights then = panel_of(weights, max(next, 0), a.k);
-  const int64_t column = panel * kPanel, columns = min(kPanel, a.n - column);
-  float* out = a.out + row * a.n + column;
   const int64_t tiles = (rows + kLinearRows - 1) / kLinearRows;
   const int64_t height = rows / tiles, higher = rows % tiles;  // of even height: 9 rows are 5 + 4
   const int64_t depth = tiles > 1 ? kDepth : a.k, steps = (a.k + kStep - 1) / kStep * tiles;
   LinesAhead ahead = lines_of(then, a.k);
   // With so few rows that weights are used as fast as they come, the CPU's own prefetching does better.
   ahead.count = next < 0 || rows <= few_rows(weights) ? 0 : ((ahead.end - ahead.line) / 64 + steps) / steps;
-  for (int64_t i = 0; i < rows * kPanel; i += kLanes) store(s.lines + i, Vec{});
+  for (int64_t i = 0; i < rows * kPanel; i += kLanes) store(lines + i, Vec{});
   for (int64_t c = 0; c < columns; c += kLinearColumns) {
     const Weights w = from_column(panel_of(weights, panel, a.k), c);
     for (int64_t first = 0; first < a.k; first += depth) {
@@ -104,32 +114,61 @@ INLINE void linear_panel(const Linear& a, const Weights& weights, int64_t panel,
       for (int64_t i = 0, r = 0; i < tiles; ++i) {
         const int64_t count = height + (i < higher);
         const float* x = a.x + (row + r) * a.x_stride;
-        if (last == a.k && columns == kPanel)
+        if (out && last == a.k && columns == kPanel)
           for (int64_t j = r; j < r + count; ++j)
-            for (int64_t f = 0; f < kLinearColumns; f += 16) __builtin_prefetch(out + j * a.n + c + f, 1);
-        multiply_tile(count, i == 0, tiles == 1, x, a.x_stride, w, first, last, ahead, s.wide + c,
-                      s.lines + r * kPanel + c);
+            for (int64_t f = 0; f < kLinearColumns; f += 16) __builtin_prefetch(out + j * width + c + f, 1);
+        multiply_tile(count, i == 0, tiles == 1, x, a.x_stride, w, first, last, ahead, wide + c,
+                      lines + r * kPanel + c);
         ahead.line += (last - first + kStep - 1) / kStep * ahead.count * 64;
         r += count;
       }
     }
     ahead.count = 0;
   }
+}
+
+// Rows `row` to `row + rows` of unit `unit` of the result: of a panel, or of those of a gate and an up projection.
+template <typename Weights>
+INLINE void linear_unit(const Linear& a, const Weights& weights, int64_t unit, int64_t next, int64_t row, int64_t rows,
+                        LinearScratch& s) {
+  const int64_t parts = 1 + a.activated, width = a.n / parts;
+  const Place place = place_of(a, unit * parts);
+  alignas(64) float biases[2][kPanel] = {};
+  float* out = a.out + row * width + place.column;
+  for (int64_t part = 0; part < parts; ++part) {
+    const bool is_last = part + 1 == parts;
+    const int64_t panel = unit * parts + part, then = !is_last ? panel + 1 : next < 0 ? -1 : next * parts;
+    multiply_panel(a, weights, panel, place.columns, then, row, rows, s.wide, s.lines[part], is_last ? out : nullptr,
+                   width);
+    if (a.bias)
+      for (int64_t c = 0; c < place.columns; ++c) biases[part][c] = a.bias[part * width + place.column + c];
+  }
   for (int64_t r = 0; r < rows; ++r) {
-    const float* line = s.lines + r * kPanel;
-    float* to = out + r * a.n;
-    int64_t c = 0;
-    for (; c + kLanes <= columns; c += kLanes)
-      store(to + c, a.bias ? load(line + c) + load(a.bias + column + c) : load(line + c));
-    for (; c < columns; ++c) to[c] = a.bias ? line[c] + a.bias[column + c] : line[c];
+    float *line = s.lines[0] + r * kPanel, *to = out + r * width;
+    Vec y[kPanelVecs];
+    for (int j = 0; j < kPanelVecs; ++j) y[j] = load(line + j * kLanes);
+    if (a.bias)
+      for (int j = 0; j < kPanelVecs; ++j) y[j] += load(biases[0] + j * kLanes);
+    if (a.activated)
+      for (int j = 0; j < kPanelVecs; ++j) {
+        const Vec up = load(s.lines[1] + r * kPanel + j * kLanes);
+        y[j] = silu(y[j]) * (a.bias ? up + load(biases[1] + j * kLanes) : up);
+      }
+    if (place.columns == kPanel) {
+      for (int j = 0; j < kPanelVecs; ++j) store(to + j * kLanes, y[j]);
+    } else {
+      for (int j = 0; j < kPanelVecs; ++j) store(line + j * kLanes, y[j]);
+      for (int64_t c = 0; c < place.columns; ++c) to[c] = line[c];
+    }
   }
 }
 
 template <typename Weights>
 static void linear_with(const Linear& a, const Weights& weights, int threads) {
-  const int64_t panels = (a.n + kPanel - 1) / kPanel, row_blocks = (a.rows + kRowBlock - 1) / kRowBlock;
+  const int64_t panels = (a.n / (1 + a.gated) + kPanel - 1) / kPanel * (1 + a.gated);
+  const int64_t units = panels / (1 + a.activated), row_blocks = (a.rows + kRowBlock - 1) / kRowBlock;
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
-  const int64_t run = row_blocks > 1 ? 1 : max(1, panels / (threads * 4)), runs = (panels + run - 1) / run;
+  const int64_t run = row_blocks > 1 ? 1 : max(1, units / (threads * 4)), runs = (units + run - 1) / run;
   const int64_t items = row_blocks * runs;
   int64_t next = 0;
   team(static_cast<int>(min(threads, items)), [&](int) {
@@ -137,12 +176,12 @@ static void linear_with(const Linear& a, const Weights& weights, int threads) {
     const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
     for (int64_t i = take(); i < items;) {
       const int64_t row = i / runs * kRowBlock, rows = min(kRowBlock, a.rows - row);
-      const int64_t first = i % runs * run, last = min(first + run, panels) - 1;
-      for (int64_t panel = first; panel <= last; ++panel) {
-        // The next item is taken while one panel is left, so that its first panel can be fetched meanwhile.
-        if (panel == last) i = take();
-        const int64_t then = panel < last ? panel + 1 : i < items ? i % runs * run : -1;
-        linear_panel(a, weights, panel, then, row, rows, scratch);
+      const int64_t first = i % runs * run, last = min(first + run, units) - 1;
+      for (int64_t unit = first; unit <= last; ++unit) {
+        // The next item is taken while one unit is left, so that its first panel can be fetched meanwhile.
+        if (unit == last) i = take();
+        const int64_t then = unit < last ? unit + 1 : i < items ? i % runs * run : -1;
+        linear_unit(a, weights, unit, then, row, rows, scratch);
       }
     }
   });

@@ -34,34 +34,48 @@ Tensor values_of(const Tensor& x, int64_t n, const char* name) {
   return x.contiguous();
 }
 
-Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, const MaybeTensor& bias) {
+// Panels of a weight of n columns, or of a gate and an up projection of n / 2 each.
+int64_t panels_of(int64_t n, bool gated) {
+  TORCH_CHECK_VALUE(!gated || n % 2 == 0, "a gate and an up projection have as many columns, got ", n, " in all");
+  return ((gated ? n / 2 : n) + kPanel - 1) / kPanel << gated;
+}
+
+Tensor run_linear(const Tensor& x_in, const float* w_float, const uint16_t* w_bfloat16, const Codes& codes, int64_t n,
+                  int64_t k, bool gated, bool activated, const MaybeTensor& bias) {
+  TORCH_CHECK_VALUE(gated || !activated, "only a gate's product is activated");
+  const Tensor x = rows_of(x_in, k), bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
+  const int64_t width = activated ? n / 2 : n;
+  Tensor out = empty_result(x, width);
+  if (out.numel() == 0) return out;
+  active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / width, n, k, w_float,
+                  w_bfloat16, codes, bias ? bias_values.const_data_ptr<float>() : nullptr, gated, activated,
+                  out.data_ptr<float>()},
+                 threads());
+  return out;
+}
+
+Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, bool gated, bool activated,
+              const MaybeTensor& bias) {
   check_float(x_in, "x");
   const bool wide = packed.scalar_type() == at::kFloat;
   TORCH_CHECK_TYPE(packed.device().is_cpu() && (wide || packed.scalar_type() == at::kBFloat16),
                    "a packed weight is a float32 or bfloat16 CPU tensor, got ", packed.scalar_type(), " on ",
                    packed.device());
-  const int64_t panels = (n + kPanel - 1) / kPanel;
+  const int64_t panels = panels_of(n, gated);
   TORCH_CHECK_VALUE(n > 0 && packed.dim() == (wide ? 3 : 4) && packed.is_contiguous() && packed.size(0) == panels &&
                         packed.size(2) == kPanel && (wide || packed.size(3) == 2),
                     "a packed weight of ", n, " columns is contiguous [", panels, ", k, ", kPanel, "] in float32 or [",
                     panels, ", k / 2, ", kPanel, ", 2] in bfloat16, got ", packed.sizes());
   const int64_t k = packed.size(1) * (wide ? 1 : 2);
-  const Tensor x = rows_of(x_in, k), bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
-  Tensor out = empty_result(x, n);
-  if (out.numel() == 0) return out;
-  active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / n, n, k,
-                  wide ? packed.const_data_ptr<float>() : nullptr,
-                  wide ? nullptr : reinterpret_cast<const uint16_t*>(packed.const_data_ptr()),
-                  {},
-                  bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>()},
-                 threads());
-  return out;
+  return run_linear(x_in, wide ? packed.const_data_ptr<float>() : nullptr,
+                    wide ? nullptr : reinterpret_cast<const uint16_t*>(packed.const_data_ptr()), {}, n, k, gated,
+                    activated, bias);
 }
 
 // A weight of n columns, or of a gate and an up projection of n / 2 each, for inputs of k.
 Codes codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor& offset, bool nibbles, int64_t n, int64_t k,
                bool gated) {
-  const int64_t groups = (k + kGroup - 1) / kGroup, panels = ((gated ? n / 2 : n) + kPanel - 1) / kPanel << gated;
+  const int64_t groups = (k + kGroup - 1) / kGroup, panels = panels_of(n, gated);
   const int64_t per_word = nibbles ? 8 : 4;
   TORCH_CHECK_TYPE(data.device().is_cpu() && data.scalar_type() == at::kByte,
                    "a quantized weight is a uint8 CPU tensor, got ", data.scalar_type(), " on ", data.device());
@@ -98,18 +112,12 @@ Codes whole_codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor&
 }
 
 Tensor coded_linear(const Tensor& x_in, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n,
-                    const MaybeTensor& bias) {
+                    bool gated, bool activated, const MaybeTensor& bias) {
   TORCH_CHECK_VALUE(x_in.dim() >= 1 && x_in.size(-1) % kGroup == 0, "x must be [..., k], k a multiple of ", kGroup,
                     ", got ", x_in.sizes());
   const int64_t k = x_in.size(-1);
-  const Codes codes = codes_of(data, scale, offset, offset.has_value(), n, k, false);
-  const Tensor x = rows_of(x_in, k), bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
-  Tensor out = empty_result(x, n);
-  if (out.numel() == 0) return out;
-  active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / n, n, k, nullptr, nullptr,
-                  codes, bias ? bias_values.const_data_ptr<float>() : nullptr, out.data_ptr<float>()},
-                 threads());
-  return out;
+  const Codes codes = codes_of(data, scale, offset, offset.has_value(), n, k, gated);
+  return run_linear(x_in, nullptr, nullptr, codes, n, k, gated, activated, bias);
 }
 
 // index: [m] -> [m, k], those rows of the weight.

@@ -153,7 +153,6 @@ INLINE void gather_outliers(const Activations& x, int64_t rows, int64_t parts, i
   if (to.count == 0) copy([](int32_t at) { return at; });
 }
 
-constexpr int kPanelVecs = kPanel / kLanes;
 
 // The weights of the block's outliers in one panel, the product's part `part`.
 template <bool NIBBLES>

@@ -57,20 +57,22 @@ void check_rows(const Tensor& source, at::ScalarType type) {
 }
 
 // Writes source: [rows, k], float32 or bfloat16, into the columns from `first` on of panels: [panels, k, kPanel] in
-// float32 or [panels, k / 2, kPanel, 2] in bfloat16. Either way it is a transposition of words of 32 bits.
+// float32 or [panels, k / 2, kPanel, 2] in bfloat16, each contiguous. Either way it is a transposition of words of 32
+// bits.
 void pack_rows(const Tensor& source, const Tensor& panels, int64_t first) {
   check_rows(source, panels.scalar_type());
   const int64_t depth = panels.scalar_type() == at::kFloat ? 1 : 2;
-  TORCH_CHECK_VALUE(panels.is_contiguous() && panels.dim() == depth + 2 && panels.size(2) == kPanel && first >= 0 &&
-                        panels.size(1) * depth == source.size(1) && first + source.size(0) <= panels.size(0) * kPanel,
+  TORCH_CHECK_VALUE(panels.dim() == depth + 2 && panels.size(0) > 0 && panels.select(0, 0).is_contiguous() &&
+                        panels.size(2) == kPanel && first >= 0 && panels.size(1) * depth == source.size(1) && first + source.size(0) <= panels.size(0) * kPanel,
                     "rows ", source.sizes(), " do not fit into panels ", panels.sizes(), " from column ", first, " on");
   const int64_t words = panels.size(1), stride = source.stride(0) * source.element_size();
   const char* in = static_cast<const char*>(source.const_data_ptr());
   uint32_t* out = static_cast<uint32_t*>(panels.data_ptr());
+  const int64_t panel_words = panels.stride(0) / depth;
   for_panels(first, source.size(0), [&](int64_t row, int64_t column, int64_t count, int64_t panel) {
     for (int64_t word = 0; word < words; word += kPackedWords)
       transpose(in + row * stride + word * 4, stride, count, std::min(kPackedWords, words - word),
-                out + (panel * words + word) * kPanel + column);
+                out + panel * panel_words + word * kPanel + column);
   });
 }
 

@@ -112,7 +112,7 @@ def test_weights_kept_as_codes_give_the_logits_of_float32(
         return model
 
     coded = made()
-    monkeypatch.setattr("kernels.linear.exact_codes", lambda *parts: None)
+    monkeypatch.setattr("kernels.linear.exact_codes", lambda *parts, gated: None)
     monkeypatch.setattr("engine.models.decoder.exact_codes", lambda *parts: None)
     wide = made()
     assert isinstance(coded.embedding, QuantizedWeight)

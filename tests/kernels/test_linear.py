@@ -6,7 +6,8 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import pad
 
 from kernels import cpu_ops
-from kernels.linear import PackedWeight, linear, pack_weight, packs
+from kernels.activation import reference as silu_and_mul
+from kernels.linear import PackedWeight, linear, pack_weight, packs, ungated_linear
 from kernels.quantized_weight import PANEL, QuantizedWeight
 from tests.kernels.weights import q4_1, q8_0
 
@@ -127,6 +128,37 @@ def test_parts_are_packed_as_one_matrix(stored):
     assert torch.equal(pack.unpack(), torch.cat(parts).float())
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, *GGUF])
+@pytest.mark.parametrize("inner", [48, 100])
+@pytest.mark.parametrize("rows", [1, 9, 150])
+def test_a_gated_weight_gives_swiglu_of_its_product(isa, rows, inner, stored):
+    weight, x, bias = weight_of(2 * inner, 96, stored), torch.randn(rows, 96), torch.randn(2 * inner)
+    pack = pack_weight(*weight.chunk(2), gated=True)
+    assert isinstance(pack.data, QuantizedWeight) == isinstance(stored, str)
+    plain = packed(weight)
+    for b in (None, bias):
+        assert torch.equal(ungated_linear(x, pack, b), linear(x, plain, b))
+        expected = silu_and_mul(linear(x, plain, b))
+        torch.testing.assert_close(linear(x, pack, b), expected, rtol=3e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, *GGUF])
+def test_a_gated_weight_gives_a_row_the_same_bits_in_every_batch(isa, stored):
+    pack, x = pack_weight(weight_of(200, 96, stored), gated=True), torch.randn(300, 96)
+    together = linear(x, pack)
+    assert together.shape == (300, 100)
+    for rows in (1, 4, 9, 129):
+        assert torch.equal(linear(x[:rows], pack), together[:rows])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, *GGUF])
+@pytest.mark.parametrize("inner", [48, 100])
+def test_packing_a_gate_and_an_up_projection_loses_nothing(stored, inner):
+    weight = weight_of(2 * inner, 64, stored)
+    assert torch.equal(pack_weight(*weight.chunk(2), gated=True).unpack(), weight)
+    assert torch.equal(pack_weight(weight, gated=True).unpack(), weight)
+
+
 def test_packed_rows_may_be_a_part_of_wider_ones():
     wide = torch.randn(60, 200)
     assert torch.equal(pack_weight(wide[:, 40:104]).unpack(), wide[:, 40:104])
@@ -150,9 +182,13 @@ def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"bias must be \[50\]"):
         linear(torch.zeros(2, 64), pack, torch.zeros(49))
     with pytest.raises(ValueError, match="packed weight of 500"):
-        cpu_ops.linear(torch.zeros(2, 64), pack.data, 500, None)
+        cpu_ops.linear(torch.zeros(2, 64), pack.data, 500, False, False, None)
     coded = packed(q4_1(50, 64))
     with pytest.raises(ValueError, match=r"k a multiple of 32"):
         linear(torch.zeros(2, 63), coded)
     with pytest.raises(ValueError, match=r"k up to 64 and above 32"):
         linear(torch.zeros(2, 96), coded)
+    with pytest.raises(ValueError, match="only a gate"):
+        cpu_ops.linear(torch.zeros(2, 64), pack.data, 50, False, True, None)
+    with pytest.raises(ValueError, match="as many columns"):
+        cpu_ops.linear(torch.zeros(2, 64), pack.data, 49, True, True, None)
