@@ -14,8 +14,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, HTTPOptions, 
 from ray.serve.schema import LoggingConfig
 
 from app.autoscaling import EnginePolicy
+from app.engine_deployment import EngineDeployment
 from app.ingress import OVERCOMMIT, SPARE, IngressDeployment
-from app.replica import EngineDeployment
 from app.resources import gpus_to_ask_for, shard_bundle
 from app.router import AffinityRouter
 from app.settings import AppSettings, is_path

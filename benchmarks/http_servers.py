@@ -25,8 +25,9 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from app.building import build_application
+from app.engine_deployment import EngineDeployment
 from app.openai.responses import CompletionFormat, Part, event
-from app.replica import EngineDeployment, EngineReplica
+from app.replica import EngineReplica
 from app.settings import load_settings
 from engine.config import EngineConfig
 from engine.engine import EngineInfo

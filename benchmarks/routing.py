@@ -26,7 +26,8 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from app.engine_client import Submission
-from app.replica import EngineDeployment, EngineReplica
+from app.engine_deployment import EngineDeployment
+from app.replica import EngineReplica
 from app.router import AffinityRouter
 from app.serve_client import ServeEngineClient
 from app.signals import Signals
