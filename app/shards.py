@@ -43,15 +43,13 @@ _LOOK_S = 0.1
 """Between two looks at what the shards' processes have become."""
 
 
-def lead_shards(
-    config: EngineConfig, on_lost: Callable[[], Any], make_runner: MakeRunner = load_rank
-) -> "ShardedRunner":
+def lead_shards(config: EngineConfig, on_lost: Callable[[], Any]) -> "ShardedRunner":
     """The runner of a replica, whose shards are to be in the bundles behind its own.
 
     on_lost: as in `ShardedRunner`. Raises as `ShardGroup` does.
     """
     bundles = ray.util.get_current_placement_group()
-    return ShardedRunner(ShardGroup(config, (bundles, 1), make_runner), config.shard_timeout_s, on_lost)
+    return ShardedRunner(ShardGroup(config, (bundles, 1)), config.shard_timeout_s, on_lost)
 
 
 class ShardGroup:

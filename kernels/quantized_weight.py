@@ -185,12 +185,12 @@ def halves_of(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     return parts[0].chunk(2) if len(parts) == 1 else parts
 
 
-def _slices(parts: Sequence[Tensor], gated: bool, size: int = _SLICE) -> Iterator[tuple[int, Tensor]]:
+def _slices(parts: Sequence[Tensor], gated: bool) -> Iterator[tuple[int, Tensor]]:
     """Yield (panel, float32 groups [panels, PANEL, k / GROUP, GROUP] from there on), padded with zeros."""
     columns = [[half] for half in halves_of(parts)] if gated else [parts]
     k = parts[0].shape[1]
-    for first in range(0, -(-sum(map(len, columns[0])) // PANEL), size):
-        rows = (_rows_of(column, first * PANEL, (first + size) * PANEL) for column in columns)
+    for first in range(0, -(-sum(map(len, columns[0])) // PANEL), _SLICE):
+        rows = (_rows_of(column, first * PANEL, (first + _SLICE) * PANEL) for column in columns)
         padded = [F.pad(part, (0, -k % GROUP, 0, -len(part) % PANEL)).unflatten(0, (-1, PANEL)) for part in rows]
         together = torch.stack(padded, dim=1).flatten(0, 1)  # [panels, PANEL, k]
         yield first * len(columns), together.unflatten(2, (-1, GROUP))

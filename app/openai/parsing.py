@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +42,6 @@ Event = Content | Reasoning | CallStart | CallArguments | CallEnd
 
 Steps = Generator[None, None, None]
 """A parser's run: it stops wherever it needs text that has not come yet."""
-
-
-class OutputParser(Protocol):
-    """Makes events of text, however it is cut: the same text gives the same events, joined."""
-
-    def feed(self, text: str) -> list[Event]: ...
-
-    def finish(self) -> list[Event]:
-        """No more text comes; what was held back is told now."""
 
 
 class MalformedError(Exception):
@@ -146,7 +136,10 @@ def held_back(text: str, marker: str) -> int:
 
 
 class StreamParser(ABC):
-    """An `OutputParser` written as one run over a `Reader`, as if all the text were there."""
+    """Makes events of text, however it is cut: the same text gives the same events, joined.
+
+    Written as one run over a `Reader`, as if all the text were there.
+    """
 
     def __init__(self) -> None:
         self.reader = Reader()
@@ -165,6 +158,7 @@ class StreamParser(ABC):
         return self._advance()
 
     def finish(self) -> list[Event]:
+        """No more text comes; what was held back is told now."""
         self.reader.end()
         return self._advance()
 

@@ -23,7 +23,7 @@ class GraphRunner:
     cuda: `torch.cuda`, or a stand-in.
     """
 
-    def __init__(self, step: PaddedStep, cuda: Any = torch.cuda, *, progress: bool = True) -> None:
+    def __init__(self, step: PaddedStep, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
         self._stream = cuda.Stream()
         self._pool = cuda.graph_pool_handle()
@@ -31,7 +31,7 @@ class GraphRunner:
         self._sample: dict[tuple[int, SamplingMode], Any] = {}
         gc.collect()  # a tensor that is freed while a graph is captured would be freed in the graph
         sizes = step.sizes[::-1]
-        for size in tqdm(sizes, desc="capturing CUDA graphs", unit="size", disable=not progress):
+        for size in tqdm(sizes, desc="capturing CUDA graphs", unit="size"):
             step.fill(None, size)
             self._forward[size] = self._capture(partial(step.forward, size))
             for mode in SamplingMode:

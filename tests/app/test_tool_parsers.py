@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.openai.output import OutputReader
-from app.openai.parsing import CallArguments, CallEnd, CallStart, Content, Event, OutputParser, Reasoning
+from app.openai.parsing import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, StreamParser
 from app.openai.reasoning import MISTRAL_THINK, THINK, ThinkParser, thought_marks
 from app.openai.tool_parsers import PARSERS, ArgumentsParser, ArrayParser, detect_tool_parser
 
@@ -43,7 +43,7 @@ def folded(events: list[Event]) -> Output:
     return output
 
 
-def read(parser: OutputParser, text: str, cuts: list[int] | None = None) -> Output:
+def read(parser: StreamParser, text: str, cuts: list[int] | None = None) -> Output:
     at = sorted({0, len(text), *(cuts or ())})
     events = [event for start, end in pairwise(at) for event in parser.feed(text[start:end])]
     return folded([*events, *parser.finish()])
@@ -249,7 +249,7 @@ _PIECES = st.sampled_from(
 @pytest.mark.parametrize("name", [*PARSERS, "array", "arguments", "think", "thought"])
 @given(pieces=st.lists(_PIECES, max_size=25), seed=st.integers(0, 2**32))
 def test_any_text_gives_the_same_however_it_is_cut(name: str, pieces: list[str], seed: int) -> None:
-    def make() -> OutputParser:
+    def make() -> StreamParser:
         match name:
             case "array":
                 return ArrayParser(TOOLS)
@@ -326,7 +326,7 @@ def test_a_call_in_a_thought_is_none() -> None:
 
 
 @pytest.mark.parametrize("parser", [ArrayParser(("add", "now")), ArgumentsParser(("add",))])
-def test_of_a_demanded_call_nothing_is_content(parser: OutputParser) -> None:
+def test_of_a_demanded_call_nothing_is_content(parser: StreamParser) -> None:
     text = '[{"name": "add", "parameters": {"a": 1}}, {"name": "no' if isinstance(parser, ArrayParser) else '{"a": 1'
     output = read(parser, text, list(range(len(text))))
     assert output.content == ""
