@@ -4,6 +4,8 @@ Gathers each sequence's KV by its block table and computes the softmax in float3
 every block size; slow, since it works sequence by sequence.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -53,19 +55,21 @@ class TorchBackend(AttentionBackend):
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        block_size = k_cache.shape[1]
-        starts, lengths = metadata.query_start.tolist(), metadata.seq_lens.tolist()
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        for i, (length, row) in enumerate(zip(lengths, metadata.rows.tolist(), strict=True)):
-            first, last = starts[i], starts[i + 1]
-            if first == last:
-                continue
-            blocks = metadata.block_tables[row, : -(-length // block_size)].long()
+        for queries, blocks, length in sequences(metadata, k_cache.shape[1]):
             keys, values = (
                 _loaded(_bytes(cache)[blocks].flatten(0, 1)[:length].view(cache.dtype)) for cache in (k_cache, v_cache)
             )
-            out[first:last] = causal_attention(q[first:last], keys, values, scale, window, soft_cap)
+            out[queries] = causal_attention(q[queries], keys, values, scale, window, soft_cap)
         return out
+
+
+def sequences(metadata: AttentionMetadata, block_size: int) -> Iterator[tuple[slice, Tensor, int]]:
+    """Yield (queries, blocks, length) of each sequence that has queries: which rows of q, and int64 [its blocks]."""
+    starts, lengths = metadata.query_start.tolist(), metadata.seq_lens.tolist()
+    for first, last, length, row in zip(starts[:-1], starts[1:], lengths, metadata.rows.tolist(), strict=True):
+        if first < last:
+            yield slice(first, last), metadata.block_tables[row, : -(-length // block_size)].long(), length
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.attention.backend import FP8, AttentionBackend, HeadNorms, scale_width
 from kernels.attention.metadata import AttentionMetadata
-from kernels.attention.torch_backend import causal_attention
+from kernels.attention.torch_backend import causal_attention, sequences
 from kernels.gpu import Gpu
 
 MIN_CAPABILITY = (7, 5)
@@ -152,24 +152,19 @@ def gathered_attention(
     soft_cap: float = 0.0,
 ) -> Tensor:
     """As `AttentionBackend.attend` on `TritonBackend`'s layout, in torch, sequence by sequence. Waits for the GPU."""
-    block_size = k_cache.shape[2]
-    starts, lengths = metadata.query_start.tolist(), metadata.seq_lens.tolist()
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    for i, (length, row) in enumerate(zip(lengths, metadata.rows.tolist(), strict=True)):
-        first, last = starts[i], starts[i + 1]
-        if first == last:
-            continue
-        blocks = metadata.block_tables[row, : -(-length // block_size)].long()
+    for queries, blocks, length in sequences(metadata, k_cache.shape[2]):
+        num_queries = queries.stop - queries.start
         k, v = (_sequence(cache, blocks, length, q.shape[2]).to(q.dtype) for cache in (k_cache, v_cache))
         if soft_cap:
-            out[first:last] = causal_attention(q[first:last], k, v, scale, window, soft_cap)
+            out[queries] = causal_attention(q[queries], k, v, scale, window, soft_cap)
             continue
-        position = torch.arange(length - (last - first), length, device=q.device)
+        position = torch.arange(length - num_queries, length, device=q.device)
         before = position[:, None] - torch.arange(length, device=q.device)  # [queries, length]
         seen = (before >= 0) & (before < window) if window else before >= 0
-        queries, k, v = (x.transpose(0, 1)[None] for x in (q[first:last], k, v))  # [1, heads, tokens, head_dim]
-        attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
-        out[first:last] = attended[0].transpose(0, 1)
+        asked, k, v = (x.transpose(0, 1)[None] for x in (q[queries], k, v))  # [1, heads, tokens, head_dim]
+        attended = F.scaled_dot_product_attention(asked, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        out[queries] = attended[0].transpose(0, 1)
     return out
 
 
