@@ -41,6 +41,15 @@ INLINE void add_products(typename Product<Stored>::Sum (&sums)[ROWS][VECS], cons
   }
 }
 
+// Makes room below the sums of the digits so far, for those of the next.
+template <int ROWS, int VECS, typename Sum>
+INLINE void next_digit(Sum (&sums)[ROWS][VECS]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < VECS; ++j) sums[r][j] <<= kDigitBits;
+}
+
 // A piece's keys: words [head_dim / kPerWord, of stride block_size]; its values: [kPiece / kPerWord, head_dim].
 struct Piece {
   const uint32_t *k, *v;
@@ -73,11 +82,7 @@ static void score_tile(const int32_t* q, const RowCode* rows, const Piece* piece
       }
   for (int digit = 0; digit < P::kDigits; ++digit) {
     if constexpr (P::kDigits > 1)
-      if (digit > 0)
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-          for (int j = 0; j < VECS; ++j) sums[r][j] <<= kDigitBits;
+      if (digit > 0) next_digit(sums);
     for (int64_t i = 0; i < steps; ++i) {
       LaneVec words[VECS];
 #pragma GCC unroll 8
@@ -121,11 +126,7 @@ INLINE void value_tile(const int32_t* weights, const RowCode* rows, const Piece*
       }
   for (int digit = 0; digit < P::kDigits; ++digit) {
     if constexpr (P::kDigits > 1)
-      if (digit > 0)
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-          for (int j = 0; j < VECS; ++j) sums[r][j] <<= kDigitBits;
+      if (digit > 0) next_digit(sums);
     const int32_t* x = weights + (digit * kChunk + first) / per_word * P::kParts;
     for (int64_t t = first; t < last; t += kPiece) {
       const uint32_t *from = pieces[t / kPiece].v + column, *next = ahead[t / kPiece] + column;
