@@ -24,6 +24,7 @@ from engine.parallel.group import ParallelGroup
 from engine.runner import RunnerInfo
 from engine.step import SamplingMode
 from kernels.attention import AttentionBackend, select_backend
+from kernels.heap import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ def load_runner(config: EngineConfig, path: Path, group: ParallelGroup | None = 
         runner.add_swap_space(int(config.swap_space * GIB))
     if capture:
         runner.pad_decodes(capture=True)
-    if cuda is not None:
+    if cuda is None:
+        keep_freed_memory()
+    else:
         runner.warm_up()
     return runner
 
