@@ -36,7 +36,8 @@ class FailoverCounts:
 class FailoverClient:
     """`EngineClient` over another one, whose losses it makes good.
 
-    max_tries: resubmissions of a request in a row that bring no token; the next loss is an error.
+    max_tries: resubmissions of a request in a row that bring no more than one token; the next loss is an error. One
+        token proves nothing: a request that kills a replica in its first decode has got the first one from its prompt.
     """
 
     def __init__(self, client: EngineClient, max_tries: int) -> None:
@@ -69,7 +70,8 @@ class FailoverStream:
         self._submission = submission
         self._delivered: list[int] = []
         self._submitted = 0  # again, so many times
-        self._futile = 0  # of these in a row, those that brought nothing
+        self._futile = 0  # of these in a row, those that got nowhere
+        self._num_tokens = 0  # of the last of these
         self._heard_at = 0.0
         self._lost_at = 0.0
         self._stream: TokenStream = client.submit(submission)
@@ -86,11 +88,14 @@ class FailoverStream:
                 await self._go_on(error)
                 continue
             self._delivered += delivery.token_ids
+            self._num_tokens += len(delivery.token_ids)
             self._heard_at = time.monotonic()
+            if self._futile and self._num_tokens > 1:
+                self._futile = 0
             if self._lost_at:
                 counts = self._owner.counts
                 counts.longest_pause_s = max(counts.longest_pause_s, self._heard_at - self._lost_at)
-                self._lost_at, self._futile = 0.0, 0
+                self._lost_at = 0.0
             return delivery
 
     def close(self) -> None:
@@ -107,6 +112,7 @@ class FailoverStream:
             await asyncio.sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._futile - 1)))
         self._futile += 1
         self._submitted += 1
+        self._num_tokens = 0
         counts.resubmitted += 1
         logger.warning("request %s goes on elsewhere: %s", first.request_id, error)
         # Under another id: the old one may not have ended everywhere, and tokens of it may be on their way.

@@ -24,8 +24,10 @@ from app.serve_client import ServeEngineClient
 from app.service import Service
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import EngineDeadError
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
+from engine.step import StepPlan
 from engine.step_loop import StepLoop
 from engine.text.tokenizer import Tokenizer
 from tests.app.harness import parse_events, until
@@ -280,6 +282,26 @@ async def test_a_request_that_gets_nowhere_fails_after_its_tries(monkeypatch: py
         with pytest.raises(Exception, match="has been closed"):
             await tokens(stream)
         assert (it.client.counts.resubmitted, it.client.counts.given_up) == (2, 1)
+
+
+async def test_one_that_kills_each_replica_in_its_first_decode_costs_as_many_as_it_has_tries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though each time it gets a token of its prompt first."""
+    monkeypatch.setattr("app.failover.FIRST_PAUSE_S", 0.001)
+
+    def poisoned() -> Engine:
+        def before_step(plan: StepPlan) -> None:
+            if plan.new_rows is None:
+                raise EngineDeadError("killed")
+
+        return Engine(ScriptedRunner(SCRIPT, before_step=before_step))
+
+    async with pool([poisoned() for _ in range(8)], max_tries=3) as it:
+        with pytest.raises(Exception, match=r"The engine replica was lost|the engine has stopped"):
+            await tokens(it.client.submit(Submission("a", [1, 2], SamplingParams(max_tokens=80))))
+        assert sum(replica.stats().generation_tokens for replica in it.replicas) == 4
+        assert (it.client.counts.resubmitted, it.client.counts.given_up) == (3, 1)
 
 
 async def test_one_that_is_given_up_mid_stream_gets_an_error_event(model_dir: Path, tokenizer: Tokenizer) -> None:
