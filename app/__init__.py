@@ -22,9 +22,10 @@ def build(args: dict[str, Any]) -> "Application":
 
     try:
         return build_application(load_settings(args))
-    except ConfigError:
+    except ConfigError as error:
         _tell_without_traceback(ConfigError)
-        raise
+        # Of a YAML file Serve builds elsewhere, and shows what is left of the traceback above the message.
+        raise error.with_traceback(None) from None
 
 
 def _tell_without_traceback(kind: type[Exception]) -> None:

@@ -1,9 +1,10 @@
 """One settings model for YAML arguments, `NANOSERVE_*` variables and the command line."""
 
 import dataclasses
+import difflib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 
@@ -70,8 +71,8 @@ class AppSettings(BaseSettings):
         (`STRICT_PACK`), on few nodes (`PACK`), or on as many as there are (`SPREAD`).
     num_ingress_replicas: processes that take HTTP requests in.
     max_queue_size: requests that may wait in an ingress before it answers 429.
-    max_resubmissions: times in a row that a request whose replica was lost goes on at another without bringing a token,
-        before it fails.
+    max_resubmissions: times in a row that a request whose replica was lost goes on at another without bringing more
+        than one token, before it fails.
     graceful_shutdown_timeout_s: seconds that a replica which is to go may take to finish what it runs; the rest goes on
         elsewhere.
     stream_commit_s: seconds that a stream's HTTP status waits for the first token.
@@ -233,7 +234,10 @@ def _checked(given: dict[str, Any], shown: Callable[[str], str]) -> AppSettings:
             given[name] = os.path.abspath(os.path.expanduser(given[name]))
     known = set(Settings.model_fields)
     if unknown := sorted(given.keys() - known):
-        raise ConfigError(f"unknown setting {', '.join(map(shown, unknown))}; known are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"unknown setting {', '.join(_likely(name, shown, known) for name in unknown)}; "
+            f"known are {', '.join(sorted(known))}"
+        )
     for name in _NUMBERS & given.keys():
         if isinstance(given[name], bool):  # pydantic would take them for 1 and 0
             raise ConfigError(f"{shown(name)}: must be a number, got {given[name]!r}")
@@ -249,6 +253,12 @@ def _checked(given: dict[str, Any], shown: Callable[[str], str]) -> AppSettings:
         raise ConfigError("; ".join(dict.fromkeys(lines))) from None
     settings.engine_config()
     return settings
+
+
+def _likely(unknown: str, shown: Callable[[str], str], known: Collection[str]) -> str:
+    """The name, and the one that was meant if it is like another."""
+    likely = difflib.get_close_matches(unknown, known, n=1)
+    return f"{shown(unknown)} (did you mean {likely[0]}?)" if likely else shown(unknown)
 
 
 def _given(error: Any) -> str:

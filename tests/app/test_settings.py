@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,22 @@ def test_serve_run_tells_a_bad_setting_and_no_more() -> None:
     assert run.returncode != 0
     (line,) = [line for line in run.stderr.splitlines() if "Running import path" not in line]
     assert re.match("nanoserve: max_model_len: .*got 'long'", line)
+
+
+def test_of_a_bad_setting_in_a_yaml_file_serve_shows_the_message_below_a_short_traceback() -> None:
+    """It builds the application in a task of its own, and puts `format_exc` of that into the application's status."""
+    try:
+        app.build({"max_num_seqs": -1})
+    except ConfigError:
+        shown = traceback.format_exc().strip().splitlines()
+    assert shown[-1] == "engine.errors.ConfigError: max_num_seqs must be a whole number of at least 1, got -1"
+    assert "config.py" not in "".join(shown)
+
+
+def test_a_misspelt_setting_is_told_with_the_one_that_was_meant() -> None:
+    told = r"^unknown setting bogus, max_num_seq \(did you mean max_num_seqs\?\); known are allow_runtime_lora"
+    with pytest.raises(ConfigError, match=told):
+        load_settings({"max_num_seq": 4, "bogus": 1}, {})
 
 
 def test_adapters_are_a_mapping_or_text_and_bring_what_they_need() -> None:
