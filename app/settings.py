@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 
@@ -234,10 +234,7 @@ def _checked(given: dict[str, Any], shown: Callable[[str], str]) -> AppSettings:
             given[name] = os.path.abspath(os.path.expanduser(given[name]))
     known = set(Settings.model_fields)
     if unknown := sorted(given.keys() - known):
-        raise ConfigError(
-            f"unknown setting {', '.join(_likely(name, shown, known) for name in unknown)}; "
-            f"known are {', '.join(sorted(known))}"
-        )
+        raise ConfigError(_unknown(unknown, shown, known))
     for name in _NUMBERS & given.keys():
         if isinstance(given[name], bool):  # pydantic would take them for 1 and 0
             raise ConfigError(f"{shown(name)}: must be a number, got {given[name]!r}")
@@ -255,10 +252,12 @@ def _checked(given: dict[str, Any], shown: Callable[[str], str]) -> AppSettings:
     return settings
 
 
-def _likely(unknown: str, shown: Callable[[str], str], known: Collection[str]) -> str:
-    """The name, and the one that was meant if it is like another."""
-    likely = difflib.get_close_matches(unknown, known, n=1)
-    return f"{shown(unknown)} (did you mean {likely[0]}?)" if likely else shown(unknown)
+def _unknown(names: Sequence[str], shown: Callable[[str], str], known: Collection[str]) -> str:
+    """What to tell of settings that are not known: which are meant, or, where none is like them, which there are."""
+    likely = {name: difflib.get_close_matches(name, known, n=1) for name in names}
+    found = [f"{shown(name)} (did you mean {near[0]}?)" if near else shown(name) for name, near in likely.items()]
+    text = f"unknown setting {', '.join(found)}"
+    return text if all(likely.values()) else f"{text}; known are {', '.join(sorted(known))}"
 
 
 def _given(error: Any) -> str:

@@ -116,8 +116,10 @@ def test_of_a_bad_setting_in_a_yaml_file_serve_shows_the_message_below_a_short_t
 
 
 def test_a_misspelt_setting_is_told_with_the_one_that_was_meant() -> None:
-    told = r"^unknown setting bogus, max_num_seq \(did you mean max_num_seqs\?\); known are allow_runtime_lora"
-    with pytest.raises(ConfigError, match=told):
+    told = r"^unknown setting max_num_seq \(did you mean max_num_seqs\?\)"
+    with pytest.raises(ConfigError, match=rf"{told}$"):
+        load_settings({"max_num_seq": 4}, {})
+    with pytest.raises(ConfigError, match=r"^unknown setting bogus, max_num_seq .*; known are allow_runtime_lora"):
         load_settings({"max_num_seq": 4, "bogus": 1}, {})
 
 
