@@ -160,15 +160,36 @@ async def running(
 @asynccontextmanager
 async def listening(app: Starlette, send_buffer: int | None = None) -> AsyncIterator[str]:
     """The URL of `app` on a loopback socket."""
-    door = socket.socket()
+    # By its protocol asyncio knows it for TCP and sends each write at once; else an answer waits 40 ms for the client.
+    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if send_buffer is not None:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     door.bind(("127.0.0.1", 0))
-    uvicorn_server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    task = asyncio.ensure_future(uvicorn_server.serve([door]))
-    await until(lambda: uvicorn_server.started, 5.0)
+    server = _PromptServer(uvicorn.Config(app, log_level="warning"))
+    task = asyncio.ensure_future(server.serve([door]))
+    await until(lambda: server.started, 5.0)
     try:
         yield f"http://127.0.0.1:{door.getsockname()[1]}"
     finally:
-        uvicorn_server.should_exit = True
+        server.ends.set()
         await task
+
+
+class _PromptServer(uvicorn.Server):
+    """Without the tenths of a second that uvicorn sleeps when it ends, since hundreds of tests start one."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ends = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.ends.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await until(lambda: not (self.server_state.connections or self.server_state.tasks), 10.0)
+        await self.lifespan.shutdown()
