@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ConfigError
-from engine.layers.target import NumbersError, Source, Target, fill
+from engine.layers.target import NumbersError, Slices, Source, Target, fill
 from engine.model_config import ModelConfig, is_gguf, read_json
 from engine.models.checkpoint import canonical_name, translate
 
@@ -87,9 +87,10 @@ def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig)
                 with _readable():
                     fill(target, tensor)
             except NumbersError as error:
+                culprit = _name_of(error.part, targets) or name
                 raise LoadError(
-                    f"{path}: the tensor {name} cannot be served: {error}. The file is damaged, or the model was saved "
-                    "in a state that answers nothing: get it again"
+                    f"{path}: the tensor {culprit} cannot be served: {error}. The file is damaged, or the model was "
+                    "saved in a state that answers nothing: get it again"
                 ) from error
             missing.pop(name, None)
     problems = [
@@ -97,6 +98,14 @@ def load_weights(targets: Mapping[str, Target], path: Path, config: ModelConfig)
     ]
     if problems:
         raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}")
+
+
+def _name_of(part: Target | None, targets: Mapping[str, Target]) -> str | None:
+    """Of the tensor that fills it."""
+    for name, target in targets.items():
+        if target is part or (part is not None and isinstance(target, Slices) and target.hands_to(part)):
+            return name
+    return None
 
 
 def random_weights(targets: Mapping[str, Target], seed: int) -> None:

@@ -176,8 +176,9 @@ def shared_gather(
     return late
 
 
-def pack_rows(source: Tensor, panels: Tensor, first: int) -> None:
-    _ops.pack_rows.default(source, panels, first)
+def pack_rows(source: Tensor, panels: Tensor, first: int) -> bool:
+    finite: bool = _ops.pack_rows.default(source, panels, first)
+    return finite
 
 
 def code_rows(

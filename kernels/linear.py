@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import cpu_ops, huge_pages
-from kernels.quantized_weight import PANEL, QuantizedWeight, exact_codes, halves_of
+from kernels.quantized_weight import PANEL, QuantizedWeight, UnfitWeightError, exact_codes, halves_of
 
 _SLICE = 16 * PANEL
 """Rows that are looked at and converted at a time: of a whole output matrix more copies would be held meanwhile."""
@@ -56,6 +56,7 @@ def pack_weight(*parts: Tensor, gated: bool = False) -> PackedWeight:
     """parts: [rows, k] on a CPU, one under the other, of any floating type -> their packed form, where `packs`.
 
     gated: see `PackedWeight`; the parts are then gate and up, or one of an even number of rows for both.
+    Raises `UnfitWeightError` for what is not finite in float32.
     """
     assert cpu_ops.load()
     columns = [[half] for half in halves_of(parts)] if gated else [parts]
@@ -71,7 +72,8 @@ def pack_weight(*parts: Tensor, gated: bool = False) -> PackedWeight:
         row = 0
         for part in column:
             for rows in part.split(_SLICE):
-                cpu_ops.pack_rows(rows.to(data.dtype).contiguous(), data[i :: len(columns)], row)
+                if not cpu_ops.pack_rows(rows.to(data.dtype).contiguous(), data[i :: len(columns)], row):
+                    raise UnfitWeightError(f"it has numbers that are not finite in {data.dtype}")
                 row += len(rows)
     if used := n % PANEL:
         data[-len(columns) :, :, used:] = 0

@@ -30,6 +30,10 @@ _SLICE = 16
 _FEW = 8
 
 
+class UnfitWeightError(ValueError):
+    """A weight has a NaN, an infinity, or a number above what its packed form holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rest:
     """offset + 8 * scale of each group, in 8 bits: a weight is about scale * (code - 8) + that, which is small.
@@ -99,11 +103,13 @@ def quantize_weight(*parts: Tensor, gated: bool = False) -> QuantizedWeight:
     8 bits.
 
     gated: see `QuantizedWeight`; the parts are then gate and up, or one of an even number of rows for both.
+    Raises `UnfitWeightError` for what is not finite, or above `MAX_WEIGHT`.
     """
     if found := exact_codes(*parts, gated=gated):
         return found if found.offset is None else replace(found, rest=_rest(found.scale, found.offset))
     made = _empty(parts, gated, offset=False)
-    _fill(made, parts, _rounded)
+    if not _fill(made, parts, _rounded):
+        raise UnfitWeightError("it has numbers that cannot be rounded to int8")
     return made
 
 
@@ -215,11 +221,12 @@ def _empty(parts: Sequence[Tensor], gated: bool, offset: bool) -> QuantizedWeigh
 
 
 def _fill(weight: QuantizedWeight, parts: Sequence[Tensor], make: Callable[[Tensor], _Codes | None]) -> bool:
-    """Write the codes that `make` finds of float32 [..., GROUP]; False as soon as it finds none for some group."""
+    """Write the codes that `make` finds of float32 [..., GROUP]; False as soon as it finds none for some group, or none
+    with a finite scale."""
     if not cpu_ops.load():
         for panel, groups in _slices(parts, weight.gated):
             found = make(groups)
-            if found is None:
+            if found is None or not found[1].isfinite().all():
                 return False
             _put(weight, panel, *found)
         return True

@@ -1,6 +1,7 @@
 """What a checkpoint tensor fills: a parameter, or rows of one that is laid out once all of its rows have come.
 
-Numbers that are not finite are refused as they come: a model with one of them answers nonsense, without an error.
+Numbers that are not finite are refused: a model with one of them answers nonsense, without an error. Those of a matrix
+that is laid out are looked at by what does that.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.parallel.shares import Span
-from kernels.quantized_weight import MAX_WEIGHT
+from kernels.quantized_weight import MAX_WEIGHT, UnfitWeightError
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class NumbersError(ValueError):
-    """Numbers that the model cannot hold; says which, but not of what."""
+    """Numbers that the model cannot hold; says which, but not of what.
+
+    part: the target whose numbers they are, where that is not the one that is being filled.
+    """
+
+    def __init__(self, message: str, part: "Target | None" = None) -> None:
+        super().__init__(message)
+        self.part = part
 
 
 class Source(Protocol):
@@ -58,6 +66,11 @@ def check_numbers(kept: Tensor, given: Tensor, limit: float, form: str) -> None:
     raise NumbersError(f"it has numbers up to {given.abs().max().item():.4g}, but {form} holds none above {limit:.4g}")
 
 
+def check_finite(kept: Tensor, given: Tensor) -> None:
+    """Raise `NumbersError` unless `kept`, made of `given`, is finite."""
+    check_numbers(kept, given, torch.finfo(kept.dtype).max, str(kept.dtype).removeprefix("torch."))
+
+
 def fill(target: Target, source: Source) -> None:
     """Hand the target all that it takes of the source, and read nothing else.
 
@@ -69,7 +82,7 @@ def fill(target: Target, source: Source) -> None:
         given = source[...]
         target.copy_(given)
         # What has been written lies where it is quick to read, on a GPU above all.
-        check_numbers(target, given, torch.finfo(target.dtype).max, str(target.dtype).removeprefix("torch."))
+        check_finite(target, given)
     else:
         target.copy_(source[...])
 
@@ -80,6 +93,7 @@ class Parts:
     Until then it keeps what it was given, which for a safetensors file is a view of the file and takes no memory: the
     matrix is made from it in one pass, and no other copy of the model ever exists.
 
+    finish: raises `UnfitWeightError` or `NumbersError` for numbers that are not finite.
     rounded: whether the matrix is rounded to int8.
     """
 
@@ -97,12 +111,22 @@ class Parts:
         self.targets: list[Target] = [_Part(self, i, torch.Size((count, columns))) for i, count in enumerate(rows)]
 
     def put(self, index: int, source: Tensor) -> None:
-        check_numbers(source, source, self._limit, self._form)
         self._sources[index] = source
         sources = [source for source in self._sources if source is not None]
         if len(sources) == len(self._sources):
             self._sources = [None] * len(sources)
-            self._finish(sources)
+            try:
+                self._finish(sources)
+            except UnfitWeightError:
+                self._raise_first(sources)
+                raise
+
+    def _raise_first(self, sources: list[Tensor]) -> None:
+        for target, source in zip(self.targets, sources, strict=True):
+            try:
+                check_numbers(source, source, self._limit, self._form)
+            except NumbersError as error:
+                raise NumbersError(str(error), target) from None
 
 
 class _Part:
@@ -136,6 +160,9 @@ class Slices:
         if target is not None:
             index = tuple(slice(start, start + size) for start, size in zip(starts, target.shape, strict=True))
             self._parts.append((target, index))
+
+    def hands_to(self, target: Target) -> bool:
+        return any(part is target for part, _ in self._parts)
 
     def copy_(self, source: Tensor, /) -> None:
         self.take(source)

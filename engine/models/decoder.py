@@ -11,7 +11,7 @@ from engine.layers.experts import Experts
 from engine.layers.linear import Linear, Quantization
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm
-from engine.layers.target import Parts, Slices, Target
+from engine.layers.target import Parts, Slices, Target, check_finite
 from engine.model_config import LayerConfig, ModelConfig, NormPlacement, RopeConfig
 from engine.parallel.group import ParallelGroup
 from engine.parallel.shares import Shares, Span, share
@@ -155,6 +155,7 @@ class Decoder:
             self.embedding = codes
         else:
             self.embedding = source.to(source.dtype if source.dtype is torch.bfloat16 else self.dtype, copy=True)
+            check_finite(self.embedding, source)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], metadata: AttentionMetadata

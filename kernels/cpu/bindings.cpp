@@ -143,7 +143,7 @@ TORCH_LIBRARY(nanoserve, m) {
   m.def("shared_sum(Tensor(a!) x, Tensor(b!) memory, int rank, int size, int number, float wait) -> int");
   m.def(
       "shared_gather(Tensor x, Tensor(a!) memory, int rank, int size, int number, float wait, Tensor(b!)? out) -> int");
-  m.def("pack_rows(Tensor source, Tensor(a!) panels, int first) -> ()");
+  m.def("pack_rows(Tensor source, Tensor(a!) panels, int first) -> bool");
   m.def(
       "code_rows(Tensor source, Tensor(a!) data, Tensor(b!) scale, Tensor(c!)? offset, int first, int step, int start, "
       "bool exact) -> bool");

@@ -39,6 +39,21 @@ void transpose(const char* in, int64_t stride, int64_t rows, int64_t words, uint
     for (int64_t j = 0; j < words; ++j) memcpy(out + j * kPanel + i, in + i * stride + j * 4, 4);
 }
 
+// Whether no number of `rows` rows of `words` words is NaN or infinite: no exponent has all of its bits. Number: uint32_t
+// for float32, uint16_t for bfloat16.
+template <typename Number>
+bool all_finite(const char* in, int64_t stride, int64_t rows, int64_t words) {
+  constexpr Number kExponent = sizeof(Number) == 4 ? 0x7f800000 : 0x7f80;
+  Number found = 0;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < words * 4 / static_cast<int64_t>(sizeof(Number)); ++j) {
+      Number number;
+      memcpy(&number, in + i * stride + j * sizeof(Number), sizeof(Number));
+      found |= static_cast<Number>((number & kExponent) == kExponent);
+    }
+  return !found;
+}
+
 // body(first row of `rows`, its column, how many, the panel) for each panel that rows from column `first` on lie in.
 template <typename Body>
 void for_panels(int64_t first, int64_t rows, const Body& body) {
@@ -58,8 +73,8 @@ void check_rows(const Tensor& source, at::ScalarType type) {
 
 // Writes source: [rows, k], float32 or bfloat16, into the columns from `first` on of panels: [panels, k, kPanel] in
 // float32 or [panels, k / 2, kPanel, 2] in bfloat16, each contiguous. Either way it is a transposition of words of 32
-// bits.
-void pack_rows(const Tensor& source, const Tensor& panels, int64_t first) {
+// bits. Returns whether all numbers are finite: they are looked at while they are on their way through the cache.
+bool pack_rows(const Tensor& source, const Tensor& panels, int64_t first) {
   check_rows(source, panels.scalar_type());
   const int64_t depth = panels.scalar_type() == at::kFloat ? 1 : 2;
   TORCH_CHECK_VALUE(panels.dim() == depth + 2 && panels.size(0) > 0 && panels.select(0, 0).is_contiguous() &&
@@ -69,11 +84,17 @@ void pack_rows(const Tensor& source, const Tensor& panels, int64_t first) {
   const char* in = static_cast<const char*>(source.const_data_ptr());
   uint32_t* out = static_cast<uint32_t*>(panels.data_ptr());
   const int64_t panel_words = panels.stride(0) / depth;
+  const auto finite = depth == 1 ? all_finite<uint32_t> : all_finite<uint16_t>;
+  int good = 1;
   for_panels(first, source.size(0), [&](int64_t row, int64_t column, int64_t count, int64_t panel) {
-    for (int64_t word = 0; word < words; word += kPackedWords)
-      transpose(in + row * stride + word * 4, stride, count, std::min(kPackedWords, words - word),
-                out + panel * panel_words + word * kPanel + column);
+    for (int64_t word = 0; word < words; word += kPackedWords) {
+      const char* from = in + row * stride + word * 4;
+      const int64_t some = std::min(kPackedWords, words - word);
+      if (!finite(from, stride, count, some)) __atomic_store_n(&good, 0, __ATOMIC_RELAXED);
+      transpose(from, stride, count, some, out + panel * panel_words + word * kPanel + column);
+    }
   });
+  return good;
 }
 
 // A group's codes, as whole numbers in float32, and what a code stands for: scale * code + offset.
@@ -99,13 +120,25 @@ float rounded(float x, float lowest, float highest) {
   return std::min(highest, std::max(lowest, x)) + 12582912.0f - 12582912.0f;
 }
 
+// The largest magnitude; NaN if there is one. Magnitudes are ordered as their bits are, with infinity and NaN at the end.
+float largest(const float* x) {
+  int32_t top = 0;
+  for (int64_t j = 0; j < kGroup; ++j) {
+    int32_t bits;
+    memcpy(&bits, x + j, 4);
+    top = std::max(top, bits & 0x7fffffff);
+  }
+  float value;
+  memcpy(&value, &top, 4);
+  return value;
+}
+
+// Whether the numbers are finite, and small enough that their scale is.
 bool round_group(const float* x, CodedGroup& group) {
-  float top = 0.0f;
-  for (int64_t j = 0; j < kGroup; ++j) top = std::max(top, std::abs(x[j]));
-  group.scale = c10::Half(top / 127.0f);
+  group.scale = c10::Half(largest(x) / 127.0f);
   const float step = static_cast<float>(group.scale), inverse = step > 0.0f ? 1.0f / step : 0.0f;
   for (int64_t j = 0; j < kGroup; ++j) group.code[j] = rounded(x[j] * inverse, -127.0f, 127.0f);
-  return true;
+  return std::isfinite(step);
 }
 
 // Whether codes from `lowest` to `highest` of this scale and offset, rounded to float16, stand for exactly x.
@@ -114,7 +147,7 @@ bool fit_group(const float* x, float scale, float offset, float lowest, float hi
   group.offset = c10::Half(offset);
   const float step = static_cast<float>(group.scale), start = static_cast<float>(group.offset);
   const float inverse = step != 0.0f ? 1.0f / step : 0.0f;
-  int exact = 1;
+  int exact = std::isfinite(step);
   for (int64_t j = 0; j < kGroup; ++j) {
     group.code[j] = rounded((x[j] - start) * inverse, lowest, highest);
     exact &= group.code[j] * step + start == x[j];
@@ -132,15 +165,15 @@ bool fit_four_bits(const float* x, CodedGroup& group) {
 }
 
 bool fit_eight_bits(const float* x, CodedGroup& group) {
-  float top = 0.0f;
-  for (int64_t j = 0; j < kGroup; ++j) top = std::max(top, std::abs(x[j]));
+  const float top = largest(x);
   return fit_group(x, top / 127.0f, 0.0f, -128.0f, 127.0f, group) ||
          fit_group(x, top / 16.0f, 0.0f, -128.0f, 127.0f, group);
 }
 
 // Makes codes of source: [rows, k], float32 or bfloat16, in the columns from `first` on of every `step`th panel from
 // `start` on, as in `QuantizedWeight`: rounded to 8 bits, or where `exact` those that stand for exactly these values, of
-// 4 bits if there is an offset. Returns whether there are such codes; with the first group that has none it ends.
+// 4 bits if there is an offset. Returns whether there are such codes, which have finite scales; with the first group that
+// has none it ends.
 bool code_rows(const Tensor& source, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t first,
                int64_t step, int64_t start, bool exact) {
   const bool wide = source.scalar_type() == at::kFloat, four_bits = offset.has_value();

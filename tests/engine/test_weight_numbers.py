@@ -16,7 +16,7 @@ from engine.model_config import load_model_config
 from engine.models.decoder import Decoder
 from kernels import cpu_ops
 from kernels.attention import select_backend
-from kernels.quantized_weight import MAX_WEIGHT, quantize_weight
+from kernels.quantized_weight import MAX_WEIGHT, UnfitWeightError, quantize_weight
 from tests import tiny_models
 from tests.tiny_gguf import write_gguf
 
@@ -63,12 +63,13 @@ def load(path: Path, *, dtype: str = "float32", quantization: Quantization | Non
 
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("quantization", [None, "int8"])
 def test_numbers_that_are_not_finite_are_refused_in_every_tensor(
-    whole: Path, tmp_path: Path, name: str, value: float
+    whole: Path, tmp_path: Path, name: str, value: float, quantization: Quantization | None
 ) -> None:
     path = damaged(whole, tmp_path, name, value)
     with pytest.raises(LoadError, match=rf"the tensor {name} .*1 of its \d+ numbers are NaN or infinite"):
-        load(path)
+        load(path, quantization=quantization)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -133,4 +134,5 @@ def test_the_largest_weight_that_int8_takes_is_the_largest_that_it_can_round() -
     row[0, 0] = MAX_WEIGHT
     assert quantize_weight(row).unpack()[0, 0].item() == MAX_WEIGHT
     row[0, 0] = MAX_WEIGHT * 1.001
-    assert not quantize_weight(row).unpack().isfinite().all()
+    with pytest.raises(UnfitWeightError):
+        quantize_weight(row)

@@ -1,5 +1,7 @@
 """The packed dense layer against F.linear, in both storage types."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
@@ -8,7 +10,7 @@ from torch.nn.functional import pad
 from kernels import cpu_ops
 from kernels.activation import reference as silu_and_mul
 from kernels.linear import PackedWeight, linear, pack_weight, packs, ungated_linear
-from kernels.quantized_weight import PANEL, QuantizedWeight
+from kernels.quantized_weight import PANEL, QuantizedWeight, UnfitWeightError
 from tests.kernels.weights import q4_1, q8_0
 
 GGUF = {"q4_1": q4_1, "q8_0": q8_0}
@@ -192,3 +194,15 @@ def test_wrong_shapes_are_refused():
         cpu_ops.linear(torch.zeros(2, 64), pack.data, 50, False, True, None)
     with pytest.raises(ValueError, match="as many columns"):
         cpu_ops.linear(torch.zeros(2, 64), pack.data, 49, True, True, None)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused_wherever_it_is(stored, value):
+    assert cpu_ops.load()
+    for row, column in ((0, 0), (47, 1), (48, 514), (59, 515)):
+        weight = torch.randn(60, 516).to(stored)
+        pack_weight(weight)
+        weight[row, column] = value
+        with pytest.raises(UnfitWeightError):
+            pack_weight(weight)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import cpu_ops
-from kernels.quantized_weight import exact_codes, quantize_weight
+from kernels.quantized_weight import UnfitWeightError, exact_codes, quantize_weight
 from tests.kernels.weights import q4_0, q4_1, q5_0, q8_0
 
 
@@ -98,3 +98,15 @@ def test_rows_that_do_not_fit_into_codes_are_refused():
         cpu_ops.code_rows(torch.zeros(10, 64), weight.data, weight.scale, None, 90, 1, 0, False)
     with pytest.raises(ValueError, match="do not fit into codes"):
         cpu_ops.code_rows(torch.zeros(10, 64), weight.data, weight.scale, weight.scale, 0, 1, 0, True)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf, 9e6])
+def test_a_number_that_has_no_code_is_refused_wherever_it_is(compiled, value, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(cpu_ops, "load", lambda: False)
+    for place in (slice(0, 1), slice(63, 64), slice(77, 78), slice(0, 96)):
+        weight = torch.randn(60, 96)
+        weight[57, place] = value
+        with pytest.raises(UnfitWeightError):
+            quantize_weight(weight)
