@@ -88,7 +88,7 @@ class Running:
     def last_in_service(self, tenant: str | None = None) -> Request:
         """tenant: only of its requests, of which there must be one."""
         requests = self.requests if tenant is None else [r for r in self.requests if r.tenant == tenant]
-        return max(requests, key=lambda request: (request.rank, request.arrival))
+        return max(requests, key=lambda request: (request.is_batch, request.rank, request.arrival))
 
     def batch_in_a_slot(self) -> Request | None:
         """The last in the order of service of those whose adapter only requests of the batch class run with."""

@@ -19,9 +19,6 @@ OUTPUT_WEIGHT = 2.0
 
 _PLAIN, _ADAPTED = KINDS
 
-_BATCH_RANK_S = 1e12
-"""Puts the batch class behind all others, so that it is preempted first."""
-
 
 class WaitingQueue:
     """num_tokens: to compute of all that wait, if nothing of them is found in the prefix cache."""
@@ -42,7 +39,7 @@ class WaitingQueue:
         """Give a new request its place, for life, and let it wait there."""
         self._arrivals += 1
         request.arrival = self._arrivals
-        request.rank = self._clock() + PRIORITY_S * request.priority + (_BATCH_RANK_S if request.is_batch else 0.0)
+        request.rank = self._clock() + PRIORITY_S * request.priority
         self.push(request)
 
     def push(self, request: Request) -> None:

@@ -4,6 +4,7 @@ Each KV slot holds a hash of its prefix and every read is checked (`tests.script
 the shortest sequence of calls that Hypothesis can find. `pytest --hypothesis-profile=thorough` runs thousands.
 """
 
+import itertools
 from types import SimpleNamespace
 from typing import cast
 
@@ -29,9 +30,18 @@ class Lives(RuleBasedStateMachine):
         chunked=st.sampled_from([True, True, False]),
         mode=st.sampled_from(["step by step", "two in flight", "late device"]),
         host_blocks=st.sampled_from([0, 3, 20]),
+        tick_s=st.sampled_from([0.0, 1e-6, 5.0]),
     )
     def start(
-        self, num_blocks: int, max_num_seqs: int, budget: int, caching: bool, chunked: bool, mode: str, host_blocks: int
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        caching: bool,
+        chunked: bool,
+        mode: str,
+        host_blocks: int,
+        tick_s: float,
     ) -> None:
         self.runner = ShadowRunner(
             num_blocks=num_blocks,
@@ -49,6 +59,9 @@ class Lives(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             async_scheduling=mode != "step by step",
         )
+        # The order of service goes by time: with the real one a run would be another when it is repeated.
+        ticks = itertools.count()
+        self.engine.scheduler.waiting._clock = lambda: tick_s * next(ticks)
         self.count = 0
         self.wanted: dict[str, list[int]] = {}
         self.got: dict[str, list[int]] = {}

@@ -165,3 +165,17 @@ def test_the_batch_class_runs_beside_others_where_there_is_room() -> None:
     engine.add_request("ordinary", [3, 4], params(20))
     assert order_of_ends(engine) == ["batch", "ordinary"]
     assert engine.stats().preemptions == 0
+
+
+def test_those_of_the_batch_class_that_come_within_a_microsecond_keep_their_order() -> None:
+    """Also when both have begun, have given their places up, and wait again."""
+    now = [1e5]
+    queue = WaitingQueue(lambda: now[0])
+    for name in "ab":
+        queue.arrive(waiting_request(name, is_batch=True))
+        now[0] += 1e-6
+    entries = [queue.pop(), queue.pop()]
+    for entry in reversed(entries):
+        assert entry is not None
+        queue.push(entry.item)
+    assert [entry.item.request_id for entry in (queue.pop(), queue.pop()) if entry is not None] == ["a", "b"]
