@@ -11,6 +11,7 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny_models
 from tests.app.harness import Server, running
 from tests.scripted import ScriptedRunner
+from tests.wheel import installed
 
 APP_OPTIONS = (
     "capacity", "max_waiting", "stream_commit_s", "chat_template", "tool_call_parser", "reasoning_parser", "doors",
@@ -24,6 +25,12 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the project's wheel is installed."""
+    return installed(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
