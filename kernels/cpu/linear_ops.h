@@ -132,15 +132,24 @@ Tensor coded_rows(const Tensor& index, const Tensor& data, const Tensor& scale, 
   Tensor out = at::empty({count, k}, index.options().dtype(at::kFloat));
   float* values = out.data_ptr<float>();
   const auto half = [](uint16_t bits) { return static_cast<float>(c10::Half(bits, c10::Half::from_bits())); };
+  const bool nibbles = codes.offset;
+  const int64_t in_word = nibbles ? 8 : 4, words = kGroup / in_word;
   team_for(count < 64 ? 1 : threads(), count, 16, [&](int64_t i) {
     const int64_t column = rows[i] % kPanel, panel = rows[i] / kPanel * groups;
-    for (int64_t d = 0; d < k; ++d) {
-      const int64_t at = (panel + d / kGroup) * kPanel + column, in_group = d % kGroup;
-      const float step = half(codes.scale[at]);
-      const int64_t word = codes.offset ? in_group / 8 : in_group / 4, words = kGroup / (codes.offset ? 8 : 4);
-      const uint8_t byte = codes.data[(((panel + d / kGroup) * words + word) * kPanel + column) * 4 + in_group % 4];
-      const int code = codes.offset ? byte >> in_group / 4 % 2 * 4 & 15 : byte - 128;
-      values[i * k + d] = step * static_cast<float>(code) + (codes.offset ? half(codes.offset[at]) : 0.0f);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t at = (panel + g) * kPanel + column;
+      const float step = half(codes.scale[at]), start = nibbles ? half(codes.offset[at]) : 0.0f;
+      uint8_t code[kGroup];
+      for (int64_t word = 0; word < words; ++word) {
+        const uint8_t* four = codes.data + (((panel + g) * words + word) * kPanel + column) * 4;
+        for (int64_t b = 0; b < 4; ++b) {
+          code[word * in_word + b] = nibbles ? four[b] & 15 : four[b];
+          if (nibbles) code[word * in_word + 4 + b] = four[b] >> 4;
+        }
+      }
+      float* to = values + i * k + g * kGroup;
+      const int64_t some = std::min<int64_t>(kGroup, k - g * kGroup);
+      for (int64_t d = 0; d < some; ++d) to[d] = step * static_cast<float>(code[d] - (nibbles ? 0 : 128)) + start;
     }
   });
   return out;
