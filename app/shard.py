@@ -17,7 +17,7 @@ from engine.remote.lifeline import hold
 from engine.remote.runner import serve_rank
 from engine.remote.shm_ring import Ring, RingReader, RingWriter
 from engine.remote.tcp_link import TcpLink
-from engine.runner import Runner
+from engine.runner import RankRunner
 
 START_S = 1800.0
 """Seconds in which the ranks must have loaded the model."""
@@ -32,7 +32,7 @@ class Rank:
     address: str
 
 
-MakeRunner = Callable[[EngineConfig, Rank, Any], Runner]
+MakeRunner = Callable[[EngineConfig, Rank, Any], RankRunner]
 """What computes on a rank, from the settings and the store (of `torch.distributed`) at which the ranks meet."""
 
 
@@ -114,7 +114,7 @@ class _Nowhere:
         pass
 
 
-def load_rank(config: EngineConfig, rank: Rank, store: Any) -> Runner:
+def load_rank(config: EngineConfig, rank: Rank, store: Any) -> RankRunner:
     """A rank of the model that `config` names."""
     from engine.device.precision import choose_device
     from engine.hub import resolve_model

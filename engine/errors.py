@@ -33,3 +33,12 @@ class ContextLengthError(InvalidRequestError):
 
 class EngineDeadError(RuntimeError):
     """The step thread has ended; the replica that holds it must be replaced."""
+
+
+class RankLeftError(RuntimeError):
+    """Another rank has left the group, or its process has ended: what this one waited for will not come. Where that is
+    because its step failed, the ranks can meet again."""
+
+
+class StepFailedError(RuntimeError):
+    """A step failed in other processes, which have done with it and can go on. It says on which rank, and why."""

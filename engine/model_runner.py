@@ -204,6 +204,16 @@ class ModelRunner:
         logprobs = Logprobs(*rest[:3]) if ticket.has_logprobs else None
         return StepResult(tokens, logprobs, Logprobs(*rest[-3:]) if ticket.has_scores else None)
 
+    def leave(self) -> bool:
+        """See `engine.runner.RankRunner`."""
+        assert self.group is not None
+        return self.group.leave()
+
+    def meet_again(self, word: str) -> list[str]:
+        """See `engine.runner.RankRunner`."""
+        assert self.group is not None
+        return self.group.meet_again(word)
+
     def close(self) -> None:
         if self.graphs is not None:
             self.graphs.close()

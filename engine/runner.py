@@ -62,3 +62,16 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give back memory and processes; idempotent."""
+
+
+class RankRunner(Runner, Protocol):
+    """What computes on one of several ranks, all of which run the same steps."""
+
+    def leave(self) -> bool:
+        """A step failed here: let the other ranks know, so that they wait for nothing more of it. False where they
+        cannot be told, and the group is lost."""
+
+    def meet_again(self, word: str) -> list[str]:
+        """Begin anew with the other ranks, each of which comes here once it has done with that step; all ranks' words,
+        in their order. Raises where one does not come. What plans have told this rank before need not hold any more.
+        """

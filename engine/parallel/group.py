@@ -8,6 +8,7 @@ Ranks on one host add and gather through shared memory, and exchange what is sma
 """
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, RankLeftError
 from engine.parallel.host_exchange import MAX_BYTES, HostExchange
 from engine.remote.channel import ChannelClosedError
 from kernels.shared_sum import reference as add_in_order
@@ -31,24 +32,29 @@ _SMALL = 1 << 15
 
 
 class RankLostError(EngineDeadError):
-    """A rank has gone or did not answer in time: the group is of no more use, and all its ranks must be replaced."""
+    """A rank did not answer in time: the group is of no more use, and all its ranks must be replaced."""
 
 
 class ParallelGroup:
     """`size` ranks that run the same steps, each with its slice of the weights. Collectives must be called by all ranks
-    in the same order, and raise `RankLostError` when one does not come.
+    in the same order, and raise `RankLostError` or `RankLeftError` when one does not come.
 
     local_size: how many of the ranks share this host.
     """
 
-    def __init__(self, backend: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        """backend: a process group of `torch.distributed`, as `connect` makes it."""
+    def __init__(
+        self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str
+    ) -> None:
+        """See `connect`."""
         self.rank = rank
         self.size = size
         self.local_size = size
         self.device = device
         self.timeout_s = timeout_s
-        self._backend = backend
+        self._store = store
+        self._address = address
+        self._meetings = 0
+        self._backend: Any = _Closed()
         self._exchange: HostExchange | None = None
         self._on_cpu = device.type == "cpu"
         self._first = _options(dist.BroadcastOptions, rootRank=0, rootTensor=0)
@@ -69,34 +75,43 @@ class ParallelGroup:
         timeout_s: seconds that a collective of a step may take. address: of this rank, to which others on a CPU
         connect; by default what the host's name resolves to. Raises `RankLostError` when the ranks do not all come.
         """
+        group = cls(store, rank, size, device, timeout_s, address)
+        group._meet()
+        return group
+
+    def _meet(self) -> Store:
+        """Connect to the other ranks; returns the place at the store where they did."""
+        rank, size = self.rank, self.size
         start = timedelta(seconds=START_TIMEOUT_S)
-        store = PrefixStore("nanoserve", store)
+        self._meetings += 1
+        store = PrefixStore(f"nanoserve {self._meetings}", self._store)
         backend: Any
         try:
-            if device.type == "cpu":
+            if self._on_cpu:
                 # torch's stubs lack it, and without it a group takes whatever device the host's name leads to.
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 make = dist.ProcessGroupGloo.create_device
-                options._devices = [make(hostname=address or _own_name())]
+                options._devices = [make(hostname=self._address or _own_name())]
                 options._timeout = start
                 backend = dist.ProcessGroupGloo(store, rank, size, options)
-                backend.set_timeout(timedelta(seconds=timeout_s))
+                backend.set_timeout(timedelta(seconds=self.timeout_s))
             else:
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=timeout_s)  # a thread of NCCL's ends the process that waits longer
+                # A thread of NCCL's ends the process that waits longer.
+                options._timeout = timedelta(seconds=self.timeout_s)
                 backend = dist.ProcessGroupNCCL(store, rank, size, options)
             store.set(f"host {rank}", _host())
             hosts = [store.get(f"host {other}") for other in range(size)]
         except (RuntimeError, ValueError) as error:
             raise RankLostError(f"rank {rank} of {size} did not find the others: {error}") from error
-        group = cls(backend, rank, size, device, timeout_s)
-        group.local_size = hosts.count(hosts[rank])
-        if device.type == "cpu" and size > 1:
-            group._exchange = HostExchange.meet(store, rank, size)
-            if not group.min(group._exchange is not None) and group._exchange is not None:
-                group._exchange.close()
-                group._exchange = None
-        return group
+        self._backend = backend
+        self.local_size = hosts.count(hosts[rank])
+        if self._on_cpu and size > 1:
+            self._exchange = HostExchange.meet(store, rank, size)
+            if not self.min(self._exchange is not None) and self._exchange is not None:
+                self._exchange.close()
+                self._exchange = None
+        return store
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, of any one shape; x may be overwritten."""
@@ -147,6 +162,30 @@ class ParallelGroup:
         self._wait("min", lambda: self._backend.allreduce([smallest], options).wait(), START_TIMEOUT_S)
         return int(smallest)
 
+    def leave(self) -> bool:
+        """This rank will not bring what the others wait for: they get `RankLeftError`, now or in their next collective,
+        until all `meet_again`. False where that cannot be: on a GPU nothing ends what they have put on their streams.
+        """
+        if not self._on_cpu:
+            return False
+        if self._exchange is not None:
+            self._exchange.give_up()
+        self.close()
+        return True
+
+    def meet_again(self, word: str) -> list[str]:
+        """Begin anew after a step in which some rank left; returns the words of all ranks, in their order.
+
+        Nobody comes here who has not done with that step. Raises as `connect` does.
+        """
+        self.leave()
+        store = self._meet()
+        try:
+            store.set(f"word {self.rank}", word)
+            return [store.get(f"word {other}").decode() for other in range(self.size)]
+        except RuntimeError as error:
+            raise RankLostError(f"rank {self.rank} of {self.size} did not find the others again: {error}") from error
+
     def close(self) -> None:
         """Leave the group; idempotent. The others' next collective fails."""
         backend, self._backend = self._backend, _Closed()
@@ -171,16 +210,19 @@ class ParallelGroup:
 
     def _wait(self, what: str, exchange: Callable[[], Any], timeout_s: float | None = None) -> Any:
         """On a GPU the stream waits, not the host."""
+        limit = timeout_s or self.timeout_s
+        began = time.monotonic()
         try:
             return exchange()
         except (RuntimeError, TimeoutError, ChannelClosedError) as error:
+            late = time.monotonic() - began >= limit
             if self._exchange is not None:
                 self._exchange.give_up()
             self.close()  # what comes late would be taken for the answer to something else
-            raise RankLostError(
-                f"rank {self.rank} of {self.size} waited for the others in {what}: one has gone, or did not answer in "
-                f"{timeout_s or self.timeout_s:g} s"
-            ) from error
+            waited = f"rank {self.rank} of {self.size} waited for the others in {what}: one "
+            if late or not self._on_cpu:
+                raise RankLostError(f"{waited}did not answer in {limit:g} s") from error
+            raise RankLeftError(f"{waited}has left the group, or its process has ended") from error
 
 
 class _Closed:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.remote.sent_adapters import AdapterReceiver, AdapterSender
 from engine.step import BlockUpdates, Ints, SamplingMode, StepPlan, StepResult
 
 _HEAD = 8
@@ -22,16 +23,17 @@ _NO_SEQUENCES: Sequences = (np.empty(0, np.int32),) * 3
 
 
 class PlanEncoder:
-    """Its plans are to be decoded in their order by one `PlanDecoder`, or by several."""
+    """Its plans are to be decoded in their order by one `PlanDecoder`, or by several, made for as many adapters."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_loras: int = 0) -> None:
         self._before = _NO_SEQUENCES
+        self._adapters = AdapterSender(max_loras)
 
     def encode(self, plan: StepPlan) -> bytes:
         before, updates, pending = self._before, plan.block_updates, plan.pending
         same = plan.rows is before[0] and plan.query_start is before[1] and plan.sample is before[2]
-        self._before = plan.rows, plan.query_start, plan.sample
-        rare = plan.new_rows, plan.forbidden, plan.extras, plan.copies, plan.adapters
+        adapters = None if plan.adapters is None else self._adapters.pack(plan.adapters)
+        rare = plan.new_rows, plan.forbidden, plan.extras, plan.copies, adapters
         has_rare = any(part is not None for part in rare)
         head = (
             len(plan.rows), len(plan.token_ids), len(plan.sample), len(updates.rows),
@@ -42,22 +44,26 @@ class PlanEncoder:
         ]  # fmt: skip
         if pending is not None:
             arrays.append(pending)
+        sequences = plan.rows, plan.query_start, plan.sample
         if not same:
-            arrays += self._before
+            arrays += sequences
         numbers = np.concatenate(arrays, dtype=np.int32, casting="same_kind")
-        return b"".join((
+        message = b"".join((
             np.array(head, np.int32).tobytes(),
             plan.slots.tobytes(),
             numbers.tobytes(),
             pickle.dumps(rare, protocol=5) if has_rare else b"",
         ))  # fmt: skip
+        self._before = sequences  # not of a plan that pickle does not take
+        return message
 
 
 class PlanDecoder:
     """The other end of a `PlanEncoder`. The arrays of a plan lie in its message, or in that of an earlier one."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_loras: int = 0) -> None:
         self._before = _NO_SEQUENCES
+        self._adapters = AdapterReceiver(max_loras)
 
     def decode(self, message: bytearray) -> StepPlan:
         head = np.frombuffer(message, np.int32, _HEAD).tolist()
@@ -96,7 +102,7 @@ class PlanDecoder:
             forbidden=forbidden,
             extras=extras,
             copies=copies,
-            adapters=adapters,
+            adapters=None if adapters is None else self._adapters.unpack(*adapters),
         )
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.engine import Engine
-from engine.lora.adapter import Adapter
+from engine.lora.adapter import Adapter, LowRank
 from engine.remote.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
 from engine.sampling_params import SamplingParams
-from engine.step import Logprobs, StepPlan, StepResult
+from engine.step import Logprobs, StepAdapters, StepPlan, StepResult
 from tests.scripted import ShadowRunner, drain, shadow_continuation, swap_info
 
 
@@ -35,7 +36,7 @@ class WiredRunner(ShadowRunner):
 
     def __init__(self, **info: Any) -> None:
         super().__init__(**info)
-        self.encoder, self.decoder = PlanEncoder(), PlanDecoder()
+        self.encoder, self.decoder = PlanEncoder(self.info.max_loras), PlanDecoder(self.info.max_loras)
         self.sizes: list[int] = []
         self.seen: set[str] = set()
 
@@ -78,6 +79,27 @@ def test_a_plan_for_the_same_sequences_is_short() -> None:
     engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
     drain(engine)
     assert min(runner.sizes) == 4 * 8 + 8 + 4 * 3  # head, slot, length, token and position
+
+
+def test_an_adapter_travels_once_while_the_other_side_keeps_it() -> None:
+    """It keeps two for each slot."""
+    encoder, decoder = PlanEncoder(max_loras=1), PlanDecoder(max_loras=1)
+    runner = ShadowRunner()
+    plans: list[StepPlan] = []
+    runner.launch = lambda plan: plans.append(plan) or ShadowRunner.launch(runner, plan)
+    engine = Engine(runner)
+    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=1))
+    drain(engine)
+    big = {name: Adapter(name, {(0, 0): LowRank(torch.ones(8, 100), torch.ones(100, 8))}) for name in "abc"}
+    sent = []
+    for name in "ababcbca":
+        adapters = StepAdapters(np.zeros(1, np.int32), ((0, big[name]),))
+        message = encoder.encode(dataclasses.replace(plans[0], adapters=adapters))
+        ((slot, arrived),) = decoder.decode(bytearray(message)).adapters.loads
+        assert (slot, arrived.digest) == (0, name)
+        assert torch.equal(arrived.parts[0, 0].a, big[name].parts[0, 0].a)
+        sent.append(len(message) > 6000)
+    assert sent == [True, True, False, False, True, False, False, True]
 
 
 def test_results_with_log_probabilities() -> None:

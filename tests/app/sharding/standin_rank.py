@@ -8,7 +8,7 @@ from typing import Any
 
 from app.shard import Rank, load_rank
 from engine.config import EngineConfig
-from engine.runner import Runner
+from engine.runner import RankRunner
 from engine.step import StepPlan, StepResult
 from tests.scripted import ShadowRunner
 
@@ -18,7 +18,8 @@ class StandInRank(ShadowRunner):
 
     def __init__(self, config: EngineConfig, rank: Rank, store: Any) -> None:
         super().__init__()
-        self._folder, self._rank = Path(config.model), rank
+        self._folder, self._rank, self._store = Path(config.model), rank, store
+        self._meetings = 0
         if self._told("start"):
             raise ValueError("made to fail at the start")
         (self._folder / f"rank-{rank.index}").write_text(str(os.getpid()))
@@ -31,12 +32,20 @@ class StandInRank(ShadowRunner):
             raise RuntimeError("made to fail")
         return super().launch(plan)
 
+    def leave(self) -> bool:
+        return not self._told("cannot go on")
+
+    def meet_again(self, word: str) -> list[str]:
+        self._meetings += 1
+        self._store.set(f"{self._meetings} {self._rank.index}", word)
+        return [self._store.get(f"{self._meetings} {other}").decode() for other in range(self._rank.size)]
+
     def _told(self, what: str) -> bool:
         file = self._folder / what
         return file.is_file() and file.read_text() == str(self._rank.index)
 
 
-def lazy_rank(config: EngineConfig, rank: Rank, store: Any) -> Runner:
+def lazy_rank(config: EngineConfig, rank: Rank, store: Any) -> RankRunner:
     """A rank of the model; if it is the last one, it leaves the others alone in their third step."""
     runner = load_rank(config, rank, store)
     if rank.index == rank.size - 1:

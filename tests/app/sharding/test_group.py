@@ -121,7 +121,7 @@ def test_a_collective_that_times_out_ends_the_group(cluster: Cluster, tmp_path: 
     engine.step()
     engine.step()
     began = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"rank 0 of 2 waited for the others in \w+: one has gone"):
+    with pytest.raises(EngineDeadError, match=r"rank 0 of 2 waited for the others in \w+: one did not answer in 1 s"):
         engine.step()
     print(f"seen after {time.monotonic() - began:.2f} s")
     wait(lambda: not any(alive(place.pid) for place in group.places))
@@ -129,8 +129,22 @@ def test_a_collective_that_times_out_ends_the_group(cluster: Cluster, tmp_path: 
     remove_placement_group(bundles)
 
 
-def test_a_rank_that_fails_ends_the_group_with_its_reason(make: Callable[..., Shards]) -> None:
+def test_a_step_that_fails_on_a_rank_ends_its_requests_alone(make: Callable[..., Shards]) -> None:
     shards = make()
+    for _ in range(2):
+        assert shards.answer([5, 6]) == shadow_continuation([5, 6], 10, 384)
+        (shards.folder / "raise").write_text("0")
+        shards.engine.add_request("poison", [5, 6, 7], SamplingParams(max_tokens=10))
+        (ended,) = shards.engine.step().finished
+        assert (ended.request_id, ended.error) == ("poison", "StepFailedError in a step of the engine")
+        (shards.folder / "raise").unlink()
+    assert shards.answer([5, 6, 7]) == shadow_continuation([5, 6, 7], 10, 384)
+    assert not shards.lost.is_set()
+
+
+def test_a_rank_that_fails_and_cannot_go_on_ends_the_group_with_its_reason(make: Callable[..., Shards]) -> None:
+    shards = make()
+    (shards.folder / "cannot go on").write_text("0")
     (shards.folder / "raise").write_text("0")
     with pytest.raises(EngineDeadError, match=r"shard 0 failed: RuntimeError\('made to fail'\)"):
         shards.answer([5])
