@@ -155,6 +155,38 @@ def coded_linear(
     return out
 
 
+def add_norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    packed: Tensor,
+    n: int,
+    gated: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = _ops.add_norm_linear.default(x, residual, weight, eps, packed, n, gated, bias)
+    return out
+
+
+def add_norm_coded_linear(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    data: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    n: int,
+    gated: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = _ops.add_norm_coded_linear.default(
+        x, residual, weight, eps, data, scale, offset, n, gated, bias
+    )
+    return out
+
+
 def coded_rows(index: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int) -> Tensor:
     out: Tensor = _ops.coded_rows.default(index, data, scale, offset, n, k)
     return out

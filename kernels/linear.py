@@ -4,7 +4,8 @@ Used by every projection and by the output head. torch's own float32 matrix prod
 unused and reads weights as float32; the packed form here is read in the order it is used, and is as narrow as it can be
 without loss: bfloat16 for a checkpoint stored in that, whole numbers of 8 or 4 bits for one that was quantised (GGUF).
 That divides the memory and the traffic of a decode step by 2, 4 or 6. Arithmetic is float32 in every form. A gate and
-an up projection may be one weight, whose product does SwiGLU while its sums are in cache.
+an up projection may be one weight, whose product does SwiGLU while its sums are in cache, and a residual add and a norm
+before a product are done by the threads that need them.
 """
 
 from dataclasses import dataclass, replace
@@ -100,6 +101,16 @@ def ungated_linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None
     if isinstance(weight, PackedWeight):
         return _packed_linear(x, weight, False, bias)
     return reference(x, weight, bias)
+
+
+def add_norm_linear(
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """-> (`linear` of the RMSNorm of x + residual, x + residual). x, residual: [..., k]; norm: [k], its weight."""
+    if isinstance(weight.data, QuantizedWeight):
+        codes = (weight.data.data, weight.data.scale, weight.data.offset)
+        return cpu_ops.add_norm_coded_linear(x, residual, norm, eps, *codes, weight.n, weight.gated, bias)
+    return cpu_ops.add_norm_linear(x, residual, norm, eps, weight.data, weight.n, weight.gated, bias)
 
 
 def _packed_linear(x: Tensor, weight: PackedWeight, activated: bool, bias: Tensor | None) -> Tensor:

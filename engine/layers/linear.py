@@ -13,7 +13,7 @@ from engine.model_config import Activation
 from engine.parallel.group import ParallelGroup
 from engine.parallel.shares import Span
 from kernels.activation import gelu_and_mul, silu_and_mul
-from kernels.linear import PackedWeight, linear, pack_weight, packs
+from kernels.linear import PackedWeight, add_norm_linear, linear, pack_weight, packs
 from kernels.quantized_linear import norm_quantized_linear, quantized_linear
 from kernels.quantized_weight import QuantizedWeight, quantize_weight
 
@@ -84,6 +84,9 @@ class Linear:
             return self(total), total
         if isinstance(self.weight, QuantizedWeight):
             y, total = norm_quantized_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+            return y if self._activate is None else self._activate(y), total
+        if isinstance(self.weight, PackedWeight) and residual is not None:
+            y, total = add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
             return y if self._activate is None else self._activate(y), total
         normed, total = (norm(x), x) if residual is None else norm.add(x, residual)
         return self(normed), total

@@ -134,6 +134,12 @@ TORCH_LIBRARY(nanoserve, m) {
   m.def(
       "coded_linear(Tensor x, Tensor data, Tensor scale, Tensor? offset, int n, bool gated, bool activated, "
       "Tensor? bias) -> Tensor");
+  m.def(
+      "add_norm_linear(Tensor x, Tensor residual, Tensor weight, float eps, Tensor packed, int n, bool gated, "
+      "Tensor? bias) -> (Tensor, Tensor)");
+  m.def(
+      "add_norm_coded_linear(Tensor x, Tensor residual, Tensor weight, float eps, Tensor data, Tensor scale, "
+      "Tensor? offset, int n, bool gated, Tensor? bias) -> (Tensor, Tensor)");
   m.def("coded_rows(Tensor index, Tensor data, Tensor scale, Tensor? offset, int n, int k) -> Tensor");
   m.def(
       "add_lora(Tensor(a!) y, Tensor x, Tensor a, Tensor b, int[] parts, Tensor tokens, Tensor tiles) -> ()");
@@ -166,6 +172,8 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("rotary_attention", &rotary_attention);
   m.impl("linear", &linear);
   m.impl("coded_linear", &coded_linear);
+  m.impl("add_norm_linear", &add_norm_linear);
+  m.impl("add_norm_coded_linear", &add_norm_coded_linear);
   m.impl("coded_rows", &coded_rows);
   m.impl("add_lora", &add_lora);
   m.impl("shared_sum", &shared_sum);

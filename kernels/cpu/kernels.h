@@ -112,7 +112,8 @@ static inline constexpr int64_t row_groups(int64_t groups, bool nibbles) {
 
 // out: [rows, n] = x: [rows, k] times the packed weight, which is one of w_float, w_bfloat16 and codes; the others are
 // null. bias may be null. `gated`: the weight's rows are a gate and an up projection, in alternating panels; `activated`,
-// for such a weight: out: [rows, n / 2] = SiLU(gate) * up.
+// for such a weight: out: [rows, n / 2] = SiLU(gate) * up. `norm`, unless null: the weight of an RMSNorm that x + residual
+// goes through first; the sum is kept in `total`.
 struct Linear {
   const float* x;
   int64_t x_stride, rows, n, k;
@@ -122,11 +123,16 @@ struct Linear {
   const float* bias;  // [n]
   bool gated, activated;
   float* out;
+  const float* residual;  // [rows, k]
+  const float* norm;      // [k]
+  float eps;
+  float* total;   // [rows, k]
+  float* normed;  // scratch: [rows, k], or [kLoneRows, k] for each thread
 };
 
 constexpr float kTiny = 1e-30f;  // a group of activations under this is zero, and one above kHuge becomes NaN: the
 constexpr float kHuge = 1e30f;   // powers of two that go with them are far from the ends of float32's range
-constexpr int64_t kLoneRows = 4;   // up to so many rows each thread quantises for itself rather than wait
+constexpr int64_t kLoneRows = 4;   // up to so many rows each thread norms and quantises for itself rather than wait
 constexpr int kActivationGroupBytes = 20 + 4 * kGroup;  // a quantised group and an outlier at most
 constexpr int64_t kQuantizedRowBlock = 128;  // rows of an item: their activations stay in the second-level cache
 constexpr int64_t kDecodedOutliers = 512;    // columns of weights that are decoded once for all outliers of a row block

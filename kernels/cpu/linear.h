@@ -1,5 +1,6 @@
 // y = x W^T + bias with W in panels of kPanel output columns: [panels, k, kPanel] as float32, in pairs of dimensions,
-// [panels, k / 2, kPanel, 2], as bfloat16, or as `Codes`; optionally SwiGLU of that.
+// [panels, k / 2, kPanel, 2], as bfloat16, or as `Codes`; optionally with a residual add and an RMSNorm before it and
+// SwiGLU after it.
 //
 // Narrow storage cuts what a decode step reads, which is what limits it. A few dimensions of a panel meet all rows of
 // an item before the next ones do, so they are read and widened once and are in the first-level cache then; meanwhile
@@ -163,25 +164,86 @@ INLINE void linear_unit(const Linear& a, const Weights& weights, int64_t unit, i
   }
 }
 
+// Row blocks that one thread begins with, of all products of as many rows: so it finds what it wrote in its own cache,
+// and reads no rows but its own while others do theirs. Then it helps with those of other threads.
+struct RowSpan {
+  int64_t row, rows, items;
+  int64_t next_row, normed;  // rows taken for the norm, and done
+  int64_t next;              // items taken
+};
+constexpr int64_t kMostRowSpans = 64;
+
+INLINE void norm_row(const Linear& a, int64_t row, float* total, float* normed) {
+  add(a.residual + row * a.k, a.x + row * a.x_stride, total, a.k);
+  normalise(total, a.norm, inverse_rms(total, a.k, a.eps), normed, a.k);
+}
+
+// Does the norm of a span's rows together with other threads, and waits until all are done.
+INLINE void norm_span(const Linear& a, RowSpan& span, int thread) {
+  for (;;) {
+    const int64_t first = __atomic_fetch_add(&span.next_row, 4, __ATOMIC_RELAXED), end = min(first + 4, span.rows);
+    if (first >= span.rows) break;
+    for (int64_t r = span.row + first; r < span.row + end; ++r) norm_row(a, r, a.total + r * a.k, a.normed + r * a.k);
+    __atomic_fetch_add(&span.normed, end - first, __ATOMIC_RELEASE);
+  }
+  wait_for(&span.normed, span.rows, thread);
+}
+
+// Some rows of x against some neighbouring units, from `first` to `last`.
+struct LinearItem {
+  int64_t row, rows, first, last;
+};
+
 template <typename Weights>
-static void linear_with(const Linear& a, const Weights& weights, int threads) {
-  const int64_t panels = (a.n / (1 + a.gated) + kPanel - 1) / kPanel * (1 + a.gated);
-  const int64_t units = panels / (1 + a.activated), row_blocks = (a.rows + kRowBlock - 1) / kRowBlock;
+static void linear_with(const Linear& all, const Weights& weights, int threads) {
+  const int64_t panels = (all.n / (1 + all.gated) + kPanel - 1) / kPanel * (1 + all.gated);
+  const int64_t units = panels / (1 + all.activated), row_blocks = (all.rows + kRowBlock - 1) / kRowBlock;
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
   const int64_t run = row_blocks > 1 ? 1 : max(1, units / (threads * 4)), runs = (units + run - 1) / run;
-  const int64_t items = row_blocks * runs;
-  int64_t next = 0;
-  team(static_cast<int>(min(threads, items)), [&](int) {
+  const int64_t count = min(min(threads, row_blocks), kMostRowSpans);
+  const bool alone = all.rows <= kLoneRows;
+  RowSpan spans[kMostRowSpans];
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t first = row_blocks * i / count, last = row_blocks * (i + 1) / count, row = first * kRowBlock;
+    spans[i] = {row, min(last * kRowBlock, all.rows) - row, (last - first) * runs, 0, 0, 0};
+  }
+  team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
     LinearScratch scratch;
-    const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
-    for (int64_t i = take(); i < items;) {
-      const int64_t row = i / runs * kRowBlock, rows = min(kRowBlock, a.rows - row);
-      const int64_t first = i % runs * run, last = min(first + run, units) - 1;
-      for (int64_t unit = first; unit <= last; ++unit) {
+    Linear a = all;
+    if (all.norm) {
+      a.x = all.normed + (alone ? thread * kLoneRows * all.k : 0);
+      a.x_stride = all.k;
+      for (int64_t row = 0; alone && row < all.rows; ++row) {
+        float* normed = all.normed + (thread * kLoneRows + row) * all.k;
+        norm_row(all, row, thread ? normed : all.total + row * all.k, normed);
+      }
+    }
+    int64_t turn = 0;  // spans that this thread is done with
+    const auto span = [&]() -> RowSpan& { return spans[(thread + turn) % count]; };
+    const auto enter = [&] {
+      if (all.norm && !alone) norm_span(all, span(), thread);
+    };
+    const auto take = [&](LinearItem& item) {
+      for (;;) {
+        const int64_t i = __atomic_fetch_add(&span().next, 1, __ATOMIC_RELAXED);
+        if (i < span().items) {
+          const int64_t row = i / runs * kRowBlock, first = i % runs * run;
+          item = {span().row + row, min(kRowBlock, span().rows - row), first, min(first + run, units) - 1};
+          return true;
+        }
+        if (++turn == count) return false;
+        enter();
+      }
+    };
+    enter();
+    LinearItem item, next;
+    for (bool more = take(next); more;) {
+      item = next;
+      for (int64_t unit = item.first; unit <= item.last; ++unit) {
         // The next item is taken while one unit is left, so that its first panel can be fetched meanwhile.
-        if (unit == last) i = take();
-        const int64_t then = unit < last ? unit + 1 : i < items ? i % runs * run : -1;
-        linear_unit(a, weights, unit, then, row, rows, scratch);
+        if (unit == item.last) more = take(next);
+        const int64_t then = unit < item.last ? unit + 1 : more ? next.first : -1;
+        linear_unit(a, weights, unit, then, item.row, item.rows, scratch);
       }
     }
   });

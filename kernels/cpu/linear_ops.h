@@ -40,23 +40,15 @@ int64_t panels_of(int64_t n, bool gated) {
   return ((gated ? n / 2 : n) + kPanel - 1) / kPanel << gated;
 }
 
-Tensor run_linear(const Tensor& x_in, const float* w_float, const uint16_t* w_bfloat16, const Codes& codes, int64_t n,
-                  int64_t k, bool gated, bool activated, const MaybeTensor& bias) {
-  TORCH_CHECK_VALUE(gated || !activated, "only a gate's product is activated");
-  const Tensor x = rows_of(x_in, k), bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
-  const int64_t width = activated ? n / 2 : n;
-  Tensor out = empty_result(x, width);
-  if (out.numel() == 0) return out;
-  active->linear({x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, out.numel() / width, n, k, w_float,
-                  w_bfloat16, codes, bias ? bias_values.const_data_ptr<float>() : nullptr, gated, activated,
-                  out.data_ptr<float>()},
-                 threads());
-  return out;
-}
+struct DenseWeight {
+  const float* in_float;
+  const uint16_t* in_bfloat16;
+  Codes codes;
+  int64_t n, k;
+  bool gated;
+};
 
-Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, bool gated, bool activated,
-              const MaybeTensor& bias) {
-  check_float(x_in, "x");
+DenseWeight dense_weight(const Tensor& packed, int64_t n, bool gated) {
   const bool wide = packed.scalar_type() == at::kFloat;
   TORCH_CHECK_TYPE(packed.device().is_cpu() && (wide || packed.scalar_type() == at::kBFloat16),
                    "a packed weight is a float32 or bfloat16 CPU tensor, got ", packed.scalar_type(), " on ",
@@ -66,10 +58,71 @@ Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t n, bool gated, b
                         packed.size(2) == kPanel && (wide || packed.size(3) == 2),
                     "a packed weight of ", n, " columns is contiguous [", panels, ", k, ", kPanel, "] in float32 or [",
                     panels, ", k / 2, ", kPanel, ", 2] in bfloat16, got ", packed.sizes());
-  const int64_t k = packed.size(1) * (wide ? 1 : 2);
-  return run_linear(x_in, wide ? packed.const_data_ptr<float>() : nullptr,
-                    wide ? nullptr : reinterpret_cast<const uint16_t*>(packed.const_data_ptr()), {}, n, k, gated,
-                    activated, bias);
+  return {wide ? packed.const_data_ptr<float>() : nullptr,
+          wide ? nullptr : reinterpret_cast<const uint16_t*>(packed.const_data_ptr()),
+          {},
+          n,
+          packed.size(1) * (wide ? 1 : 2),
+          gated};
+}
+
+Linear linear_of(const Tensor& x, const DenseWeight& w, bool activated, const Tensor& bias, Tensor& out) {
+  TORCH_CHECK_VALUE(w.gated || !activated, "only a gate's product is activated");
+  const int64_t width = activated ? w.n / 2 : w.n;
+  out = empty_result(x, width);
+  Linear a{};
+  a.x = x.const_data_ptr<float>();
+  a.x_stride = x.dim() == 2 ? x.stride(0) : w.k;
+  a.rows = out.numel() / width;
+  a.n = w.n;
+  a.k = w.k;
+  a.w_float = w.in_float;
+  a.w_bfloat16 = w.in_bfloat16;
+  a.codes = w.codes;
+  a.bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr;
+  a.gated = w.gated;
+  a.activated = activated;
+  a.out = out.data_ptr<float>();
+  return a;
+}
+
+Tensor product(const Tensor& x_in, const DenseWeight& w, bool activated, const MaybeTensor& bias_in) {
+  const Tensor x = rows_of(x_in, w.k), bias = bias_in ? values_of(*bias_in, w.n, "bias") : Tensor();
+  Tensor out;
+  const Linear a = linear_of(x, w, activated, bias, out);
+  if (a.rows) active->linear(a, threads());
+  return out;
+}
+
+// (y of the RMSNorm of x + residual, x + residual); a gated weight's y is activated.
+std::tuple<Tensor, Tensor> product_after_norm(const Tensor& x_in, const Tensor& residual_in, const Tensor& norm_in,
+                                              double eps, const DenseWeight& w, const MaybeTensor& bias_in) {
+  const Tensor x = rows_of(x_in, w.k), bias = bias_in ? values_of(*bias_in, w.n, "bias") : Tensor();
+  const Tensor norm = values_of(norm_in, w.k, "weight");
+  check_float(residual_in, "residual");
+  TORCH_CHECK_VALUE(residual_in.sizes() == x.sizes(), "x and residual must have one shape, got ", x.sizes(), " and ",
+                    residual_in.sizes());
+  const Tensor residual = residual_in.contiguous();
+  Tensor out, total = at::empty(x.sizes(), x.options());
+  Linear a = linear_of(x, w, w.gated, bias, out);
+  if (a.rows == 0) return {out, total};
+  Tensor normed = at::empty({a.rows <= kLoneRows ? kLoneRows * threads() : a.rows, a.k}, x.options());
+  a.residual = residual.const_data_ptr<float>();
+  a.norm = norm.const_data_ptr<float>();
+  a.eps = static_cast<float>(eps);
+  a.total = total.data_ptr<float>();
+  a.normed = normed.data_ptr<float>();
+  active->linear(a, threads());
+  return {out, total};
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed, int64_t n, bool gated, bool activated, const MaybeTensor& bias) {
+  return product(x, dense_weight(packed, n, gated), activated, bias);
+}
+
+std::tuple<Tensor, Tensor> add_norm_linear(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
+                                           const Tensor& packed, int64_t n, bool gated, const MaybeTensor& bias) {
+  return product_after_norm(x, residual, weight, eps, dense_weight(packed, n, gated), bias);
 }
 
 // A weight of n columns, or of a gate and an up projection of n / 2 each, for inputs of k.
@@ -111,13 +164,25 @@ Codes whole_codes_of(const Tensor& data, const Tensor& scale, const MaybeTensor&
   return codes;
 }
 
-Tensor coded_linear(const Tensor& x_in, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n,
+// As `codes_of`, for float32 inputs, whose k is the weight's.
+DenseWeight dense_weight(const Tensor& x, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n,
+                         bool gated) {
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) % kGroup == 0, "x must be [..., k], k a multiple of ", kGroup, ", got ",
+                    x.sizes());
+  const int64_t k = x.size(-1);
+  return {nullptr, nullptr, codes_of(data, scale, offset, offset.has_value(), n, k, gated), n, k, gated};
+}
+
+Tensor coded_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t n,
                     bool gated, bool activated, const MaybeTensor& bias) {
-  TORCH_CHECK_VALUE(x_in.dim() >= 1 && x_in.size(-1) % kGroup == 0, "x must be [..., k], k a multiple of ", kGroup,
-                    ", got ", x_in.sizes());
-  const int64_t k = x_in.size(-1);
-  const Codes codes = codes_of(data, scale, offset, offset.has_value(), n, k, gated);
-  return run_linear(x_in, nullptr, nullptr, codes, n, k, gated, activated, bias);
+  return product(x, dense_weight(x, data, scale, offset, n, gated), activated, bias);
+}
+
+std::tuple<Tensor, Tensor> add_norm_coded_linear(const Tensor& x, const Tensor& residual, const Tensor& weight,
+                                                 double eps, const Tensor& data, const Tensor& scale,
+                                                 const MaybeTensor& offset, int64_t n, bool gated,
+                                                 const MaybeTensor& bias) {
+  return product_after_norm(x, residual, weight, eps, dense_weight(x, data, scale, offset, n, gated), bias);
 }
 
 // index: [m] -> [m, k], those rows of the weight.

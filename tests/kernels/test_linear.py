@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import pad
 
-from kernels import cpu_ops
+from kernels import cpu_ops, rms_norm
 from kernels.activation import reference as silu_and_mul
-from kernels.linear import PackedWeight, linear, pack_weight, packs, ungated_linear
+from kernels.linear import PackedWeight, add_norm_linear, linear, pack_weight, packs, ungated_linear
 from kernels.quantized_weight import PANEL, QuantizedWeight, UnfitWeightError
 from tests.kernels.weights import q4_1, q8_0
 
@@ -67,18 +67,20 @@ def panels_of(weight):
     return pad(weight, (0, 0, 0, -n % PANEL)).view(-1, PANEL, k).transpose(1, 2).contiguous()
 
 
-@pytest.mark.parametrize("rows", [1, 9, 200])
+@pytest.mark.parametrize("rows", [1, 9, 200, 500])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, *GGUF])
 def test_thread_count_does_not_change_the_bits(threads, rows, stored):
     pack, x = packed(weight_of(1000, 576, stored)), torch.randn(rows, 576)
-    expected = linear(x, pack)
+    residual, norm = torch.randn(rows, 576), torch.randn(576)
+    expected = linear(x, pack), *add_norm_linear(x, residual, norm, 1e-5, pack)
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert torch.equal(linear(x, pack), expected)
+        got = linear(x, pack), *add_norm_linear(x, residual, norm, 1e-5, pack)
     finally:
         torch.set_num_threads(usual)
+    assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -153,6 +155,19 @@ def test_a_gated_weight_gives_a_row_the_same_bits_in_every_batch(isa, stored):
         assert torch.equal(linear(x[:rows], pack), together[:rows])
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, *GGUF])
+@pytest.mark.parametrize("rows", [0, 1, 4, 5, 150])
+def test_a_norm_before_a_product_gives_the_bits_of_both_apart(isa, rows, stored, gated):
+    pack, norm, bias = pack_weight(weight_of(200, 96, stored), gated=gated), torch.randn(96), torch.randn(200)
+    x, residual = torch.randn(rows, 100)[:, 2:98], torch.randn(rows, 96)
+    normed, expected = rms_norm.add_rms_norm(x, residual, norm, 1e-5)
+    for b in (None, bias):
+        y, total = add_norm_linear(x, residual, norm, 1e-5, pack, b)
+        assert torch.equal(total, expected)
+        assert torch.equal(y, linear(normed, pack, b))
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, *GGUF])
 @pytest.mark.parametrize("inner", [48, 100])
 def test_packing_a_gate_and_an_up_projection_loses_nothing(stored, inner):
@@ -192,6 +207,10 @@ def test_wrong_shapes_are_refused():
         linear(torch.zeros(2, 96), coded)
     with pytest.raises(ValueError, match="only a gate"):
         cpu_ops.linear(torch.zeros(2, 64), pack.data, 50, False, True, None)
+    with pytest.raises(ValueError, match="one shape"):
+        add_norm_linear(torch.zeros(2, 64), torch.zeros(1, 64), torch.ones(64), 1e-5, pack)
+    with pytest.raises(ValueError, match=r"weight must be \[64\]"):
+        add_norm_linear(torch.zeros(2, 64), torch.zeros(2, 64), torch.ones(63), 1e-5, pack)
     with pytest.raises(ValueError, match="as many columns"):
         cpu_ops.linear(torch.zeros(2, 64), pack.data, 49, True, True, None)
 
