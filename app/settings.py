@@ -1,16 +1,16 @@
 """One settings model for YAML arguments, `NANOSERVE_*` variables and the command line."""
 
 import dataclasses
-import difflib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, create_model, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.setting_errors import unknown_settings, wrong_values
 from engine.config import ALIASES, EngineConfig
 from engine.errors import ConfigError
 from engine.hub import PACKAGED_MODELS
@@ -177,7 +177,7 @@ def load_settings(args: Mapping[str, Any], environ: Mapping[str, str] = os.envir
 
 def with_live(settings: AppSettings, changes: Mapping[str, Any]) -> AppSettings:
     """Those settings with `changes` in their place, for each model. Raises `ConfigError`."""
-    if wrong := sorted(set(changes) - set(LIVE)):
+    if wrong := sorted(_by_name(changes).keys() - set(LIVE)):
         raise ConfigError(f"user_config: {', '.join(wrong)} cannot change while it runs; {', '.join(LIVE)} can")
 
     def changed(one: AppSettings, changes: Mapping[str, Any]) -> AppSettings:
@@ -216,10 +216,10 @@ def _entries(given: Any) -> list[dict[str, Any]]:
 
 
 def _one_model(where: str, common: Mapping[str, Any], entry: Mapping[str, Any]) -> AppSettings:
-    own = _without_aliases(entry)
-    if wrong := sorted(own.keys() & _OF_THE_DOOR):
-        raise ConfigError(f"{where}: {', '.join(wrong)} cannot be set for one model, only for all")
     try:
+        own = _without_aliases(entry)
+        if wrong := sorted(own.keys() & _OF_THE_DOOR):
+            raise ConfigError(f"{', '.join(wrong)} cannot be set for one model, only for all")
         return _checked({**common, **own}, str)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -234,35 +234,16 @@ def _checked(given: dict[str, Any], shown: Callable[[str], str]) -> AppSettings:
             given[name] = os.path.abspath(os.path.expanduser(given[name]))
     known = set(Settings.model_fields)
     if unknown := sorted(given.keys() - known):
-        raise ConfigError(_unknown(unknown, shown, known))
+        raise ConfigError(unknown_settings(unknown, shown, known))
     for name in _NUMBERS & given.keys():
         if isinstance(given[name], bool):  # pydantic would take them for 1 and 0
             raise ConfigError(f"{shown(name)}: must be a number, got {given[name]!r}")
     try:
         settings = Settings(**given)
     except ValidationError as error:
-        lines = [
-            f"{shown(str(e['loc'][0]))}: {e['msg'].lower()}{_given(e)}"
-            if e["loc"]
-            else e["msg"].removeprefix("Value error, ")
-            for e in error.errors(include_url=False)
-        ]
-        raise ConfigError("; ".join(dict.fromkeys(lines))) from None
+        raise ConfigError(wrong_values(error, shown)) from None
     settings.engine_config()
     return settings
-
-
-def _unknown(names: Sequence[str], shown: Callable[[str], str], known: Collection[str]) -> str:
-    """What to tell of settings that are not known: which are meant, or, where none is like them, which there are."""
-    likely = {name: difflib.get_close_matches(name, known, n=1) for name in names}
-    found = [f"{shown(name)} (did you mean {near[0]}?)" if near else shown(name) for name, near in likely.items()]
-    text = f"unknown setting {', '.join(found)}"
-    return text if all(likely.values()) else f"{text}; known are {', '.join(sorted(known))}"
-
-
-def _given(error: Any) -> str:
-    """What was given, unless it is a secret."""
-    return "" if error["loc"][0] == "api_keys" else f", got {error['input']!r}"
 
 
 def is_path(model: str) -> bool:
@@ -287,8 +268,15 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     )
 
 
+def _by_name(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """A file's keys need not be text: YAML reads numbers, `on` and `null` as what they are."""
+    if strange := [key for key in given if not isinstance(key, str)]:
+        raise ConfigError(f"settings have names, got {', '.join(map(repr, strange))} in the place of one")
+    return dict(given)
+
+
 def _without_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
-    plain = dict(settings)
+    plain = _by_name(settings)
     for alias, name in ALIASES.items():
         if alias in plain:
             if name in plain:

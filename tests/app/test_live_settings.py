@@ -48,6 +48,7 @@ def test_each_model_and_the_door_go_by_the_new_values() -> None:
     ("changes", "message"),
     [
         ({"max_num_seqs": 4}, f"max_num_seqs cannot change while it runs; {', '.join(LIVE)} can"),
+        ({1: 2, "bogus": 3}, "settings have names, got 1"),
         ({"max_queue_size": -1}, "max_queue_size: input should be greater than or equal to 0, got -1"),
         ({"max_queue_size": 1, "api_keys_file": "/none"}, "api_keys_file: /none cannot be read"),
         ({"api_keys_file": "{keys}"}, "with keys or without is decided at the start"),

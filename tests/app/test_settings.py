@@ -64,10 +64,13 @@ def test_every_engine_setting_is_a_setting() -> None:
         ({"dtype": "int3"}, {}, "dtype"),
         ({"num_replicas": 0}, {}, "num_replicas"),
         ({"stream_commit_s": "nan"}, {}, "stream_commit_s"),
-        ({"log_level": "LOUD"}, {}, "log_level"),
+        ({"log_level": "debug"}, {}, "log_level: input should be 'DEBUG', .* got 'debug'"),
+        ({1: 2, "bogus": 3}, {}, "settings have names, got 1 in the place of one"),
+        ({True: "auto"}, {}, "settings have names, got True"),
+        ({"models": [{"model": "a", None: 1}]}, {}, r"models\[0\]: settings have names, got None"),
         ({"model": "a", "model_path": "b"}, {}, "model_path"),
         ({"model": ""}, {}, "model"),
-        ({"lora_modules": "one"}, {}, "lora_modules: .*name=folder"),
+        ({"lora_modules": "one"}, {}, "lora_modules: adapters are given as name=folder"),
         ({"lora_modules": {"one": 3}}, {}, "lora_modules: .*folders by name"),
         ({"lora_modules": "one=/a,one=/b"}, {}, "lora_modules: .*an adapter's name comes twice"),
         ({"lora_modules": {"mine": "/a"}, "served_model_name": "mine"}, {}, "'mine' is the name of a model"),
@@ -119,6 +122,8 @@ def test_a_misspelt_setting_is_told_with_the_one_that_was_meant() -> None:
     told = r"^unknown setting max_num_seq \(did you mean max_num_seqs\?\)"
     with pytest.raises(ConfigError, match=rf"{told}$"):
         load_settings({"max_num_seq": 4}, {})
+    with pytest.raises(ConfigError, match=r"^unknown setting DTYPES \(did you mean dtype\?\)$"):
+        load_settings({"DTYPES": "auto"}, {})
     with pytest.raises(ConfigError, match=r"^unknown setting bogus, max_num_seq .*; known are allow_runtime_lora"):
         load_settings({"max_num_seq": 4, "bogus": 1}, {})
 
