@@ -64,6 +64,7 @@ class Lives(RuleBasedStateMachine):
         self.engine.scheduler.waiting._clock = lambda: tick_s * next(ticks)
         self.count = 0
         self.wanted: dict[str, list[int]] = {}
+        self.usage: dict[str, tuple[int, int]] = {}
         self.got: dict[str, list[int]] = {}
         self.cut: set[str] = set()
         self.ended: set[str] = set()
@@ -131,6 +132,7 @@ class Lives(RuleBasedStateMachine):
                 adapter=None if adapter is None else cast("Adapter", SimpleNamespace(digest=adapter)),
             )
             self.wanted[name] = whole[known:]
+            self.usage[name] = len(prompt), len(whole)
             self.got[name] = []
             if params.prompt_logprobs is not None and not known:
                 self.scores[name] = shadow_scores(prompt)
@@ -172,6 +174,7 @@ class Lives(RuleBasedStateMachine):
                 self.cut.add(finished.request_id)
             else:
                 assert self.got[finished.request_id] == self.wanted[finished.request_id]
+                assert (finished.num_prompt_tokens, finished.num_output_tokens) == self.usage[finished.request_id]
                 assert finished.request_id not in self.scores, "ended without its scores"
 
     @invariant()

@@ -113,10 +113,18 @@ def test_concurrent_requests_that_preempt_each_other_give_the_tokens_of_a_big_po
     small = engine(mode, num_blocks=10)
     for i in range(6):
         small.add_request(str(i), tokens(5 + i, i * 31), params(16))
-    results = drain(small)
+    results: dict[str, list[int]] = {}
+    ended = {}
+    while small.has_work():
+        output = small.step()
+        for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            results.setdefault(name, []).append(token_id)
+        ended |= {finished.request_id: finished for finished in output.finished}
     assert small.stats().preemptions > 0
     for i in range(6):
         assert results[str(i)] == shadow_continuation(tokens(5 + i, i * 31), 16, VOCAB)
+        end = ended[str(i)]
+        assert (end.num_prompt_tokens, end.num_output_tokens, end.num_cached_tokens) == (5 + i, 16, 0)
     assert_at_rest(small)
 
 
