@@ -3,12 +3,14 @@
 import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import reference
+from tests.app.harness import until
 from tests.tiny_adapters import merge, write_adapter
 
 PROMPT = list(range(40, 90))
@@ -106,10 +108,18 @@ async def test_an_adapter_that_was_unloaded_is_kept_by_those_that_run_with_it(re
     async with real(enable_lora=True, allow_updates=True) as server:
         load = {"lora_name": "mine", "lora_path": str(adapters["one"])}
         await server.http.post("/v1/load_lora_adapter", json=load)
+        launch, launched, unloaded = server.engine.runner.launch, [], threading.Event()
+
+        def launch_the_second_after_unloading(plan):
+            launched.append(plan)
+            assert len(launched) == 1 or unloaded.wait(10)
+            return launch(plan)
+
+        server.engine.runner.launch = launch_the_second_after_unloading
         running = asyncio.ensure_future(server.http.post("/v1/completions", json=body("mine")))
-        while not server.replica.stats().num_running:
-            await asyncio.sleep(0)
+        await until(lambda: len(launched) > 1, 5)
         await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "mine"})
+        unloaded.set()
         assert (await running).json()["choices"][0]["token_ids"] == expected["one"]
 
 
