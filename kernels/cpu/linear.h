@@ -53,7 +53,9 @@ INLINE Coded<NIBBLES> from_column(const Coded<NIBBLES>& panel, int64_t c) {
   return {{panel.codes.data + c * 4, panel.codes.scale + c, NIBBLES ? panel.codes.offset + c : nullptr}};
 }
 
+// Up to so many rows weights are used as fast as they come, and the CPU's own prefetching does better.
 INLINE int64_t few_rows(const Floats&) { return kFewRows; }
+INLINE int64_t few_rows(const Pairs&) { return 0; }
 template <typename Weights>
 INLINE int64_t few_rows(const Weights&) { return 1; }
 
@@ -104,7 +106,6 @@ INLINE void multiply_panel(const Linear& a, const Weights& weights, int64_t pane
   const int64_t height = rows / tiles, higher = rows % tiles;  // of even height: 9 rows are 5 + 4
   const int64_t depth = tiles > 1 ? kDepth : a.k, steps = (a.k + kStep - 1) / kStep * tiles;
   LinesAhead ahead = lines_of(then, a.k);
-  // With so few rows that weights are used as fast as they come, the CPU's own prefetching does better.
   ahead.count = next < 0 || rows <= few_rows(weights) ? 0 : ((ahead.end - ahead.line) / 64 + steps) / steps;
   for (int64_t i = 0; i < rows * kPanel; i += kLanes) store(lines + i, Vec{});
   for (int64_t c = 0; c < columns; c += kLinearColumns) {
