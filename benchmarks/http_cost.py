@@ -1,11 +1,13 @@
 """What a token costs between the engine and the client: one server-sent event a token, an engine that costs nothing.
 
-    python -m benchmarks.http_cost [--json]
+    python -m benchmarks.http_cost [--servers ours one-hop]
 
-Three servers, each in turn on the same machine, with the same client:
+Four servers, each in turn on the same machine, with the same client:
 
 ours: HAProxy, our ingress, the transport, and an engine replica whose tokens are made at no cost.
 one-hop: HAProxy and one replica that streams a constant event: the least that Serve can do.
+one-hop-in-steps: the same, but with the events of all streams at the same moments, as an engine makes its tokens: what
+    of a first event's time is due to that. Only paced: without a pace it is one-hop.
 two-hops: Ray's defaults, its Python proxy, an ingress and an engine, a message a token.
 
 saturated: 64 streams without pause, events a second. paced: streams of 50 tokens a second that arrive as a Poisson
@@ -44,7 +46,12 @@ END = b"0\r\n\r\n"
 """Of a chunked body: how a stream says that it is complete."""
 
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
-ENVIRONMENTS: dict[str, dict[str, str]] = {"ours": HAPROXY, "one-hop": HAPROXY, "two-hops": {}}
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    "ours": HAPROXY,
+    "one-hop": HAPROXY,
+    "one-hop-in-steps": HAPROXY,
+    "two-hops": {},
+}
 
 
 class Client(asyncio.Protocol):
@@ -191,7 +198,8 @@ def main() -> None:
     gc.freeze()  # a collection in the client would look like one in the server
     found = {}
     for name in args.servers:
-        figures = found[name] = Figures(name, _measure(name, saturated), _measure(name, paced))
+        fast = {} if name == "one-hop-in-steps" else _measure(name, saturated)
+        figures = found[name] = Figures(name, fast, _measure(name, paced))
         print(json.dumps({"server": name} | figures.saturated | figures.paced), flush=True)
     if len(found) == len(ENVIRONMENTS):
         mine = found["ours"]
@@ -206,6 +214,9 @@ def main() -> None:
                     ),
                     "ttft_p99_over_one_hop": round(
                         mine.paced["ttft_p99_ms"] / found["one-hop"].paced["ttft_p99_ms"], 2
+                    ),
+                    "ttft_p99_over_one_hop_in_steps": round(
+                        mine.paced["ttft_p99_ms"] / found["one-hop-in-steps"].paced["ttft_p99_ms"], 2
                     ),
                 }
             )

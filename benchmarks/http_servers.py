@@ -1,4 +1,4 @@
-"""What `benchmarks.http_cost` measures: the application over an engine that costs nothing, and two stubs beside it.
+"""What `benchmarks.http_cost` measures: the application over an engine that costs nothing, and stubs beside it.
 
 A request is that of /v1/completions; its `max_tokens` says how many events it gets, and its `seed` how many a second, 0
 for as many as can be.
@@ -37,6 +37,11 @@ from tests import tiny_models
 
 TOKEN_ID = 100
 MAX_TOTAL_TOKENS = 1_000_000
+
+
+def next_step(now: float, rate: int) -> float:
+    """When the next step begins of those that all streams of `rate` a second share."""
+    return (math.floor(now * rate) + 1) / rate
 
 
 class StandInLoop:
@@ -121,7 +126,7 @@ class StandInLoop:
         while self._due and self._due[0][0] <= now:
             _, request_id, rate = heapq.heappop(self._due)
             if request_id in self._left:
-                heapq.heappush(self._due, ((math.floor(now * rate) + 1) / rate, request_id, rate))
+                heapq.heappush(self._due, (next_step(now, rate), request_id, rate))
                 yield request_id
 
 
@@ -154,26 +159,31 @@ def ours(folder: Path) -> Any:
     return build_application(settings, StandInDeployment)
 
 
-async def constants(request: Request) -> StreamingResponse:
-    body = json.loads(await request.body())
-    return StreamingResponse(_constant_events(body["max_tokens"], body["seed"]), media_type="text/event-stream")
-
-
 CONSTANT = event(CompletionFormat(model="tiny").chunk(0, Part(" the")))
 
 
-async def _constant_events(count: int, rate: int) -> AsyncIterator[bytes]:
+async def _constant_events(count: int, rate: int, in_steps: bool = False) -> AsyncIterator[bytes]:
     due = time.monotonic()
     for _ in range(count):
         yield CONSTANT
-        due += 1 / rate if rate else 0.0
+        if rate:
+            due = next_step(time.monotonic(), rate) if in_steps else due + 1 / rate
         # One turn of the loop even without a rate: as another's token would come between.
         await asyncio.sleep(max(0.0, due - time.monotonic()) if rate else 0)
 
 
 class ConstantIngress:
+    def __init__(self, in_steps: bool = False) -> None:
+        """in_steps: whether the events of all streams come at the same moments, as an engine's do."""
+        self._in_steps = in_steps
+
     async def __serve_build_asgi_app__(self) -> Starlette:
-        return Starlette(routes=[Route("/v1/completions", constants, methods=["POST"])])
+        return Starlette(routes=[Route("/v1/completions", self._complete, methods=["POST"])])
+
+    async def _complete(self, request: Request) -> StreamingResponse:
+        body = json.loads(await request.body())
+        events = _constant_events(body["max_tokens"], body["seed"], self._in_steps)
+        return StreamingResponse(events, media_type="text/event-stream")
 
 
 class ConstantEngine:
@@ -205,12 +215,16 @@ def one_hop(_: Path) -> Any:
     return serve.deployment(serve.ingress()(ConstantIngress), name="ingress", **MANY).bind()
 
 
+def one_hop_in_steps(_: Path) -> Any:
+    return serve.deployment(serve.ingress()(ConstantIngress), name="ingress", **MANY).bind(in_steps=True)
+
+
 def two_hops(_: Path) -> Any:
     engine = serve.deployment(ConstantEngine, name="engine", **MANY)
     return serve.deployment(serve.ingress()(RelayIngress), name="ingress", **MANY).bind(engine.bind())
 
 
-SERVERS = {"ours": ours, "one-hop": one_hop, "two-hops": two_hops}
+SERVERS = {"ours": ours, "one-hop": one_hop, "one-hop-in-steps": one_hop_in_steps, "two-hops": two_hops}
 
 
 def main() -> None:
