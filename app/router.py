@@ -1,12 +1,12 @@
 """Which engine replica a request goes to: the one that has most of its prompt in the cache, unless that is too busy.
 
-`Affinity` weighs, in KV blocks, what a replica would have to compute of the prompt against what waits there. What is
-cached where is known from what was sent where, by the digests of the prompt's blocks, which are the engine's own;
-nothing is asked of anybody for a request. Rendezvous hashing (Thaler and Ravishankar, 1998) on the beginning of the
-prompt, or on the session, puts the replicas in an order that all ingress replicas have without talking: the first of
-it is the prompt's home, and when that has too much, the next one is where they all go on. A beginning that many
-prompts have gets more homes. Serve's own numbers tell how busy a replica is: each answer carries the length of its
-queue, and the replicas report the state of their caches (`app.signals`).
+What is cached where is known from what was sent where, by the digests of the prompt's blocks, which are the engine's
+own; nothing is asked of anybody for a request. Rendezvous hashing (Thaler and Ravishankar, 1998) on the beginning of
+the prompt, or on the session, puts the replicas in an order that all ingress replicas have without talking: the first
+of it is the prompt's home. When that has too much, the next one that has little takes the prompt: to compute again what
+is cached elsewhere costs nothing where hardly anything runs, and where much runs it holds up all of that, so then the
+prompt stays. A beginning that many prompts have gets more homes. Serve's own numbers tell how busy a replica is: each
+answer carries the length of its queue, and the replicas report the state of their caches (`app.signals`).
 
 Serve sends this module to each caller by value: nothing of ours is imported but inside a function.
 """
@@ -41,6 +41,10 @@ MUCH = 1.5
 MANY = 2
 """Requests of a replica over the mean, times the first and the second more, that are too many for a further one."""
 
+KEEP = 0.75
+"""A home that has too much gives a prompt away only to a replica that has less than the mean by this share of it, if
+all of the prompt is cached: what is computed again holds up those that it joins, as a wait for the home would not."""
+
 FULL_KV = 0.05
 """Share of free KV below which a replica would have to preempt for another request."""
 
@@ -69,32 +73,39 @@ class Affinity:
     def rank(
         self, hashes: Sequence[bytes], session: str | None, replicas: Mapping[str, Busy]
     ) -> tuple[list[str], dict[str, int]]:
-        """Replicas, best first, and how many leading blocks of the prompt each is thought to have."""
+        """Replicas, best first, and how many leading blocks of the prompt each is thought to have.
+
+        A replica that should rather be waited for than passed over has only those beside it that may take its place.
+        """
         found = self.found(hashes, replicas)
         if not replicas:
             return [], found
-        order = self._order(hashes, session, replicas)
-        num_homes = self._num_homes(hashes, session, len(replicas))
-        places = {name: place for place, name in enumerate(order)}
         most = max(found.values())
-        too_many = MUCH * sum(busy.requests for busy in replicas.values()) / len(replicas) + MANY
+        order = self._order(hashes, session, replicas)
+        if session is None:
+            order.sort(key=lambda name: 2 * found[name] < most)  # those that have it first, else as all see it
+        homes = order[: self._num_homes(hashes, session, len(replicas))]
+        mean = sum(busy.requests for busy in replicas.values()) / len(replicas)
+        too_many = MUCH * mean + MANY
+        waiting = min((replicas[name].requests - replicas[name].slots for name in homes), default=0)
+        saved = 1.0 if session is not None else most / max(1, len(hashes))
+        few = max((1.0 - KEEP * saved) * mean, waiting / 2)
 
-        def cost(name: str) -> tuple[bool, float, float]:
-            """Blocks to compute, and those that others have to be computed or decoded first."""
-            busy, place, usual = replicas[name], places.get(name), self._mean_blocks
-            missing = float(len(hashes) - found[name])
-            if place is not None and place < num_homes:
-                if session is not None:
-                    missing = -0.5 * usual
-                elif not found[name]:
-                    # Others will have sent its like here: if not by load, they all send it to the same one.
-                    missing = len(hashes) - most + 0.1 * usual if most else 0.0
-            elif place is not None and not found[name]:
-                missing += 0.25 * place * usual
-            full = usual + len(hashes) if busy.kv_free < FULL_KV else 0.0
-            return busy.requests >= too_many, missing + full + self._queue(busy), random.random()
+        def grade(name: str) -> int:
+            busy = replicas[name]
+            if name in homes or not homes:
+                return 2 if busy.requests >= too_many or busy.kv_free < FULL_KV else 0
+            return 1 if busy.requests <= few and busy.kv_free >= FULL_KV else 3
 
-        return sorted(replicas, key=cost), found
+        def cost(name: str) -> tuple[int, float, float]:
+            # Others will have sent its like to a home: if not by load, they all send it to the same one.
+            lacks = 0.1 * (2 * found[name] < most) if name in homes else order.index(name) if homes else 0
+            return grade(name), lacks * self._mean_blocks + self._queue(replicas[name]), random.random()
+
+        ranked = sorted(replicas, key=cost)
+        if saved:
+            ranked = [name for name in ranked if grade(name) < 3]
+        return ranked, found
 
     def learn(self, hashes: Sequence[bytes], session: str | None, replica: str, busy: Busy) -> None:
         """A request was sent to `replica`: its prompt will be in the cache there, and what is used least no more."""

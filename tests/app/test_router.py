@@ -47,6 +47,20 @@ def test_a_busy_replica_gives_its_prefix_away() -> None:
     assert best(affinity, prompt(4, 99), everybody) == "a"
 
 
+def test_what_is_cached_is_not_computed_again_where_much_runs() -> None:
+    affinity = Affinity()
+    affinity.learn(prompt(1), None, "a", Busy())
+    busy = IDLE | dict.fromkeys("bcd", Busy(9, 16))
+    assert affinity.rank(prompt(1, 2), None, busy | {"a": Busy(20, 16)})[0] == ["a"], "even if it has to wait"
+    assert best(affinity, prompt(1, 2), busy | {"a": Busy(20, 16), "c": Busy(2, 16)}) == "c"
+    assert best(affinity, prompt(1, 2), busy | {"a": Busy(50, 16)}) != "a", "but not for ever"
+    for group in range(2, 40):
+        name = best(affinity, prompt(group))
+        ranked, _ = affinity.rank(prompt(group), None, busy | {name: Busy(20, 16)})
+        assert sorted(ranked) == list(NAMES), "what nobody has need wait for nobody"
+        assert ranked[0] != name
+
+
 def test_what_is_given_away_goes_to_the_same_replica_from_all_ingress_replicas() -> None:
     one, other = Affinity(), Affinity()
     second = Counter()
