@@ -30,7 +30,7 @@ def run_ranks(
     Raises `AssertionError` with the traceback of the first rank that fails.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["engine.runner_setup"])
+    context.set_forkserver_preload(["engine.runner_setup", "tests.reference", "tests.tiny_families"])
     pipes = [context.Pipe() for _ in range(size)]
     processes = [
         context.Process(target=_run, args=(rank, size, child, timeout_s, compiled, function, args), daemon=True)

@@ -9,6 +9,16 @@ from engine.engine import Engine
 from kernels.attention import AttentionBackend
 from kernels.attention.torch_backend import TorchBackend
 
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+"""What a config must say of a model in Hugging Face's words, for tests of how it is read."""
+
 OVERLAPPED: dict[str, dict[str, object]] = {
     "two in flight": {"async_scheduling": True},
     "two in flight, late": {"async_scheduling": True},

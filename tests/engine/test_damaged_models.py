@@ -15,17 +15,9 @@ from engine.model_config import load_model_config
 from engine.models.families import FAMILIES
 from engine.text.tokenizer import load_tokenizer
 from tests import tiny_models
-from tests.engine.build import build_engine
+from tests.engine.build import SHAPE, build_engine
 from tests.tiny_gguf import write_gguf
 
-SHAPE = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
 KEYS = [
     *SHAPE, "head_dim", "num_key_value_heads", "num_experts", "architectures", "quantization_config", "text_config",
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rms_norm_eps", "hidden_act",

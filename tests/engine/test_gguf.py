@@ -20,8 +20,12 @@ from engine.gguf.file import GGUFError, open_gguf
 from engine.hub import resolve_model
 from engine.loader import LoadError, iter_weights, load_weights
 from engine.model_config import load_model_config
+from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import load_tokenizer
 from tests import tiny_models
+from tests.engine.build import build_engine
+from tests.engine.test_exactness import logits_of
+from tests.scripted import drain
 from tests.tiny_gguf import write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -245,15 +249,40 @@ def test_a_header_is_what_the_gguf_package_reads(name: str, folders: dict[str, P
         assert {t.name: (t.shape, t.kind, t.offset) for t in ours.tensors.values()} == places
 
 
-def test_the_default_model_has_the_weights_config_and_logits_that_transformers_reads(
-    default_model: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def by_transformers(default_model: Path) -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
+    """The default model as transformers reads its file, and its tensors by their names in that."""
     with torch.device("meta"):
         names = LlamaForCausalLM(LlamaConfig(**hf_config(default_model)))
     read = load_gguf_checkpoint(default_model, return_tensors=True, model_to_load=names)
-    expected = read["tensors"]
-    reference = LlamaForCausalLM(LlamaConfig(**read["config"])).eval()
-    reference.load_state_dict(expected | {"lm_head.weight": expected["model.embed_tokens.weight"]}, assign=True)
+    tensors = read["tensors"]
+    model = LlamaForCausalLM(LlamaConfig(**read["config"])).eval()
+    model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, assign=True)
+    return model, tensors
+
+
+def test_the_engine_gives_the_default_model_s_logits_as_transformers_does(
+    default_model: Path, by_transformers: tuple[LlamaForCausalLM, dict[str, torch.Tensor]]
+) -> None:
+    tokenizer = load_tokenizer(default_model)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    engine = build_engine(default_model, max_model_len=256, kv_cache_memory_bytes=1 << 27)
+    seen = logits_of(engine)
+    engine.add_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=16))
+    tokens = drain(engine)["a"]
+    engine.close()
+    with torch.inference_mode():
+        truth = by_transformers[0](torch.tensor([[*prompt, *tokens]])).logits[0]
+    for i, row in enumerate(seen):
+        torch.testing.assert_close(row, truth[len(prompt) - 1 + i], atol=5e-4, rtol=0)
+    assert len(seen) == len(tokens)
+    assert "Paris" in tokenizer.decode(tokens)
+
+
+def test_the_default_model_has_the_weights_config_and_logits_that_transformers_reads(
+    default_model: Path, by_transformers: tuple[LlamaForCausalLM, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    reference, expected = by_transformers
     seen = set()
     for name, weight in iter_weights(default_model):
         assert torch.equal(weight, expected[name]), name

@@ -13,18 +13,11 @@ from engine.hf.config import from_hf
 from engine.loader import LoadError, iter_weights, load_weights, random_weights
 from engine.model_config import LayerConfig, RopeConfig, load_model_config
 from tests import tiny_models
+from tests.engine.build import SHAPE
 
 ROOT = Path(__file__).parents[2]
 
-BASE = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
+BASE = {"architectures": ["LlamaForCausalLM"], **SHAPE}
 UNTIED = from_hf(BASE, "config.json")
 TIED = from_hf(BASE | {"tie_word_embeddings": True}, "config.json")
 
@@ -179,15 +172,20 @@ def test_a_folder_with_only_pickles_is_refused(folder: Path) -> None:
         list(iter_weights(folder))
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 checkpoint of 130 MiB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 7, "vocab_size": 4096}
+    return tiny_models.llama(tmp_path_factory.mktemp("large"), **sizes)
+
+
 @pytest.mark.parametrize(
     ("settings", "most"), [({}, 1.1), ({"quantization": "int8"}, 0.4), ({"dtype": "bfloat16"}, 0.6)]
 )
 def test_loading_holds_each_weight_once_in_the_form_it_is_served_in(
-    settings: dict[str, str], most: float, tmp_path: Path
+    settings: dict[str, str], most: float, large: Path
 ) -> None:
-    """Private memory after each tensor of a float32 checkpoint of 130 MiB, over the size of that."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 7, "vocab_size": 4096}
-    tiny_models.llama(tmp_path, **sizes)
+    """Private memory after each tensor of the checkpoint, over the size of that."""
     code = """
 import re, sys, torch
 from pathlib import Path
@@ -216,7 +214,7 @@ model = Decoder(config, backend, max_positions=16, dtype=dtype, device=device, q
 loader.load_weights(model.targets(), folder, config)
 print((max(seen) - before) / (folder / "model.safetensors").stat().st_size)
 """
-    arguments = [str(tmp_path), settings.get("dtype", "float32"), settings.get("quantization", "")]
+    arguments = [str(large), settings.get("dtype", "float32"), settings.get("quantization", "")]
     command = [sys.executable, "-c", code, *arguments]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert float(output) < most

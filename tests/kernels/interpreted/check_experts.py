@@ -33,11 +33,11 @@ def make(tokens, num_experts, per_token, hidden, inner, dtype):
 )
 def test_grouped_experts_equal_every_expert_over_every_token(tokens, num_experts, per_token, hidden, inner, dtype):
     given = make(tokens, num_experts, per_token, hidden, inner, dtype)
-    for gelu in (False, True):
-        with no_look_at_the_device():
-            found = gpu_experts.experts_mlp(*given, gelu, Gpu((9, 0), 132))
-        expected = experts.reference(*(t if t.dtype is torch.int64 else t.float() for t in given), gelu)
-        torch.testing.assert_close(found.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    gelu = (tokens % 2 == 0) == (dtype is torch.float32)  # each with each shape and each type, once
+    with no_look_at_the_device():
+        found = gpu_experts.experts_mlp(*given, gelu, Gpu((9, 0), 132))
+    expected = experts.reference(*(t if t.dtype is torch.int64 else t.float() for t in given), gelu)
+    torch.testing.assert_close(found.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_rows_with_a_stride_and_no_rows_at_all():
