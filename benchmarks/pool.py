@@ -104,22 +104,40 @@ def _pid(actor: str) -> int | None:
 
 
 @contextmanager
-def running(folder: Path, *, replicas: int, ingresses: int = 1, num_cpus: int = 8, **settings: Any) -> Iterator[Pool]:
-    """Start a cluster, the application and its replicas; all of it ends with the context."""
-    model = tiny_models.llama(folder / "tiny", max_position_embeddings=8192)
-    port = free_port()
-    defaults = {
-        "model": str(model), "served_model_name": "tiny", "max_model_len": 2048, "num_gpu_blocks_override": 2048,
-        "dtype": "float32", "num_threads": 1, "max_num_seqs": 32, "max_queue_size": 512, "num_replicas": replicas,
-        "num_ingress_replicas": ingresses,
-    }  # fmt: skip
+def local_cluster(num_cpus: int, port: int) -> Iterator[None]:
+    """A Ray cluster, and Serve at `port` of the loopback with nothing on it. All of it ends with the context."""
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, namespace="serve")
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        pool = Pool(f"http://127.0.0.1:{port}", defaults | settings)
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@contextmanager
+def application(port: int, folder: Path, *, replicas: int, ingresses: int = 1, **settings: Any) -> Iterator[Pool]:
+    """The application on the cluster that has Serve at `port`, all replicas up; deleted with the context."""
+    defaults = {
+        "model": str(tiny_models.llama(folder / "tiny", max_position_embeddings=8192)), "served_model_name": "tiny",
+        "max_model_len": 2048, "num_gpu_blocks_override": 2048, "dtype": "float32", "num_threads": 1,
+        "max_num_seqs": 32, "max_queue_size": 512, "num_replicas": replicas, "num_ingress_replicas": ingresses,
+    }  # fmt: skip
+    pool = Pool(f"http://127.0.0.1:{port}", defaults | settings)
+    try:
         pool.deploy()
         pool.wait(pool.is_whole, 120, "all replicas up")
         yield pool
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        serve.delete(APP)
+
+
+@contextmanager
+def running(folder: Path, *, replicas: int, ingresses: int = 1, num_cpus: int = 8, **settings: Any) -> Iterator[Pool]:
+    """`application` on a cluster of its own."""
+    port = free_port()
+    with (
+        local_cluster(num_cpus, port),
+        application(port, folder, replicas=replicas, ingresses=ingresses, **settings) as pool,
+    ):
+        yield pool

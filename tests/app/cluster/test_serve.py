@@ -1,4 +1,4 @@
-"""The application on a local Ray cluster: one for the session, with the tiny model."""
+"""The application on a local Ray cluster, with the tiny model."""
 
 import asyncio
 import os
@@ -17,23 +17,11 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 import app
+from tests.app.cluster.conftest import URL
 from tests.app.harness import parse_events
-from tests.live_server import free_port, held_of, values_of
+from tests.live_server import held_of, values_of
 
-PORT = free_port()
-URL = f"http://127.0.0.1:{PORT}"
 LONG = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="serve")
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-        yield
-    finally:
-        serve.shutdown()
-        ray.shutdown()
 
 
 def run(model_dir: Path, **settings: Any) -> None:

@@ -1,39 +1,29 @@
 """A burst on an application that had scaled to zero: nothing is lost, and nothing stays."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-import ray
 from ray import serve
 
 import app
 from benchmarks.burst import ask_replicas, burst, wait_for
 from tests import tiny_models
-from tests.live_server import free_port
-
-PORT = free_port()
+from tests.app.cluster.conftest import URL
 
 
 @pytest.fixture(scope="module")
-def scaled_to_zero(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def scaled_to_zero(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     model: Path = tiny_models.llama(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=2048)
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="serve")
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-        settings = {
-            "model": str(model), "max_model_len": 1024, "num_gpu_blocks_override": 600, "num_threads": 1,
-            "max_num_seqs": 2, "max_queue_size": 16, "stream_commit_s": 0.2,
-            "min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3, "downscale_to_zero_delay_s": 3,
-        }  # fmt: skip
-        serve.run(app.build(settings), name="nanoserve", route_prefix="/")
-        wait_for(0, 60)
-        yield f"http://127.0.0.1:{PORT}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    settings = {
+        "model": str(model), "max_model_len": 1024, "num_gpu_blocks_override": 600, "num_threads": 1,
+        "max_num_seqs": 2, "max_queue_size": 16, "stream_commit_s": 0.2,
+        "min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3, "downscale_to_zero_delay_s": 3,
+    }  # fmt: skip
+    serve.run(app.build(settings), name="nanoserve", route_prefix="/")
+    wait_for(0, 60)
+    return URL
 
 
 def test_a_burst_from_nothing_is_served_whole_and_leaves_nothing(scaled_to_zero: str) -> None:

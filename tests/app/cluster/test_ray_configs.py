@@ -2,13 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import ray
 import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
@@ -17,12 +15,12 @@ import app
 from app.metrics import render
 from app.settings import load_settings
 from tests import tiny_models
-from tests.live_server import free_port
+from tests.app.cluster.conftest import URL
+from tests.live_server import REPOSITORY
 
-CONFIGS = Path(__file__).parents[2] / "ray_configs"
+CONFIGS = REPOSITORY / "ray_configs"
 TIERS = sorted(CONFIGS.glob("*.yaml"))
 ON_CPU = ("autoscaled.yaml", "edge.yaml", "laptop_cpu.yaml", "multi_model.yaml", "replicas.yaml", "single.yaml")
-PORT = free_port()
 
 
 def kuberay() -> dict[str, Any]:
@@ -79,22 +77,15 @@ def test_alerts_and_dashboard_name_series_that_there_are() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = tiny_models.llama(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=8192)
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="serve")
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-        yield str(model)
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_models.llama(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=8192))
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_a_tier_starts_and_answers(cluster: str, name: str) -> None:
+def test_a_tier_starts_and_answers(cluster: None, model: str, name: str) -> None:
     """With a small model in the place of its own; all else as it stands in the file."""
     args = yaml.safe_load((CONFIGS / name).read_text())["applications"][0]["args"]
-    small = {"model": cluster}
+    small = {"model": model}
     if "models" in args:
         names = [model.public_model_name for model in load_settings(args, environ={}).models]
         own = zip(args["models"], names, strict=True)
@@ -102,10 +93,10 @@ def test_a_tier_starts_and_answers(cluster: str, name: str) -> None:
     else:
         names = ["tiny"]
     serve.run(app.build(args | small), name="nanoserve", route_prefix="/")
-    with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as http:
+    with httpx.Client(base_url=URL, timeout=60) as http:
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == names
-        for model in names:
-            body = {"model": model, "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+        for served in names:
+            body = {"model": served, "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
             assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
         assert http.get("/health").status_code == 200
     serve.delete("nanoserve")

@@ -1,4 +1,4 @@
-"""Three replicas behind two ingresses on a cluster of their own: what is killed, replaced and left in a hurry."""
+"""Three replicas behind two ingresses: what is killed, replaced and left in a hurry."""
 
 import asyncio
 import random
@@ -10,14 +10,15 @@ import pytest
 import ray
 
 from benchmarks.chaos import Report, Traffic, torment
-from benchmarks.pool import Pool, kill, running, session_logs
+from benchmarks.pool import Pool, application, kill
+from tests.app.cluster.conftest import PORT, went_on
 from tests.app.harness import Events, parse_events, until
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def pool(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     settings = {"max_model_len": 8192, "max_num_seqs": 20, "graceful_shutdown_timeout_s": 1.0}
-    with running(tmp_path_factory.mktemp("chaos"), replicas=3, ingresses=2, **settings) as pool:
+    with application(PORT, tmp_path_factory.mktemp("chaos"), replicas=3, ingresses=2, **settings) as pool:
         yield pool
 
 
@@ -170,9 +171,3 @@ def test_an_update_that_exceeds_its_drain_fails_no_request(pool: Pool) -> None:
     assert report.streams >= 12
     assert went_on() > before, "no stream outlived its replica: nothing was tried"
     pool.wait(lambda: not pool.held(), 10, "nothing held")
-
-
-def went_on() -> int:
-    """Requests that went on elsewhere, by the logs, since the counters of an ingress end with it."""
-    files = session_logs().glob("serve/replica_*ingress*.log")
-    return sum(file.read_text(errors="replace").count("goes on elsewhere") for file in files)
