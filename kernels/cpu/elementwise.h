@@ -14,17 +14,37 @@ INLINE void for_rows(int64_t rows, int64_t values, int threads, const Body& body
   team_for(values < kParallelValues ? 1 : threads, rows, max(1, rows / (8 * threads)), body);
 }
 
-INLINE float inverse_rms(const float* x, int64_t n, float eps) {
+// 1 / RMS of n values, value(i) and values(i): of kLanes from i on.
+template <typename Value, typename Values>
+INLINE float inverse_rms_of(int64_t n, float eps, const Value& value, const Values& values) {
   Vec squares = {}, squares2 = {};
   int64_t i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    const Vec a = load(x + i), b = load(x + i + kLanes);
+    const Vec a = values(i), b = values(i + kLanes);
     squares += a * a;
     squares2 += b * b;
   }
   float total = sum(squares + squares2);
-  for (; i < n; ++i) total += x[i] * x[i];
+  for (; i < n; ++i) {
+    const float a = value(i);
+    total += a * a;
+  }
   return 1.0f / __builtin_sqrtf(total / static_cast<float>(n) + eps);
+}
+
+INLINE float inverse_rms(const float* x, int64_t n, float eps) {
+  return inverse_rms_of(n, eps, [&](int64_t i) { return x[i]; }, [&](int64_t i) { return load(x + i); });
+}
+
+// The same of a + b, which goes to `sums`.
+INLINE float add_inverse_rms(const float* a, const float* b, float* sums, int64_t n, float eps) {
+  return inverse_rms_of(
+      n, eps, [&](int64_t i) { return sums[i] = a[i] + b[i]; },
+      [&](int64_t i) {
+        const Vec added = load(a + i) + load(b + i);
+        store(sums + i, added);
+        return added;
+      });
 }
 
 INLINE void normalise(const float* x, const float* weight, float factor, float* out, int64_t n) {

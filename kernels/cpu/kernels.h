@@ -132,7 +132,8 @@ struct Linear {
 
 constexpr float kTiny = 1e-30f;  // a group of activations under this is zero, and one above kHuge becomes NaN: the
 constexpr float kHuge = 1e30f;   // powers of two that go with them are far from the ends of float32's range
-constexpr int64_t kLoneRows = 4;   // up to so many rows each thread norms and quantises for itself rather than wait
+constexpr int64_t kRowsAtOnce = 4;  // rows that a thread quantises together
+constexpr int64_t kLoneRows = 4;    // up to so many, kRowsAtOnce at most, each thread quantises for itself rather than wait
 constexpr int kActivationGroupBytes = 20 + 4 * kGroup;  // a quantised group and an outlier at most
 constexpr int64_t kQuantizedRowBlock = 128;  // rows of an item: their activations stay in the second-level cache
 constexpr int64_t kDecodedOutliers = 512;    // columns of weights that are decoded once for all outliers of a row block
@@ -153,7 +154,7 @@ struct QuantizedLinear {
   const float* bias;       // [n]
   bool gated;
   float* out;
-  float* lines;       // scratch for each thread: line_floats
+  float* lines;       // scratch for each thread: kRowsAtOnce times line_floats
   void* activations;  // scratch: kActivationGroupBytes for each of the `row_groups` of `rows` rows, or of kLoneRows for each thread
   void* outliers;     // scratch for each thread: outlier_bytes
 };

@@ -241,7 +241,7 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
   }
   if (out.numel() == 0) return {out, total};
   const int64_t rows = out.numel() / width, team = threads();
-  const int64_t lines = team * line_floats(groups);
+  const int64_t lines = team * kRowsAtOnce * line_floats(groups);
   const int64_t quantized = std::max(rows, kLoneRows * team) * row_groups(groups, rest.has_value()) *
                             (kActivationGroupBytes / 4);
   const int64_t outliers = team * outlier_bytes(rows, groups) / 4;

@@ -59,11 +59,10 @@ INLINE Outlier* take_outliers(float* group, float loud, int64_t at, Outlier* nex
   return next;
 }
 
-// One row: x, of whole groups, which is left without its outliers; tops: the largest magnitude of each group, and room
-// for whole groups of them, where the sums of the groups' values come in their place. Which groups have outliers is found for all at once: the CPU guesses a branch in each wrong.
-INLINE void quantize_values(float* x, float* tops, const Activations& to) {
+// The outliers of a row go from x, of whole groups, to `to`. tops: the largest magnitude of each group, and zeros up to
+// whole groups of them. Which groups have outliers is found for all at once: the CPU guesses a branch in each wrong.
+INLINE void take_outliers(float* x, float* tops, const Activations& to) {
   Vec totals = {};
-  for (int64_t g = to.groups; g % kGroup; ++g) tops[g] = 0.0f;
   for (int64_t g = 0; g < to.groups; g += kLanes) totals += load(tops + g);
   const float loud = sum(totals) * (kOutlier / static_cast<float>(to.groups));
   Outlier *next = to.outliers, *const last = next + to.groups - 1;
@@ -74,17 +73,18 @@ INLINE void quantize_values(float* x, float* tops, const Activations& to) {
       tops[g] = largest_magnitude(x + g * kGroup, kGroup);
     }
   next->at = kNoMore;
+}
+
+// What is left of a row as whole numbers. The sums of the groups' values come in the place of `tops`.
+INLINE void quantize_values(const float* x, float* tops, const Activations& to) {
   for (int64_t first = 0; first < to.groups; first += kLanes) {
     const Vec origins = origins_of(load(tops + first));
-    IntVec sums = {};
-    for (int64_t i = 0; i < min(kLanes, to.groups - first); ++i)
-      sums[i] = quantize_group(x + (first + i) * kGroup, origins[i], zero_code(to.nibbles), to.x[first + i]);
+    const IntVec sums = quantize_groups(x + first * kGroup, origins, min(kLanes, to.groups - first),
+                                        zero_code(to.nibbles), to.x + first);
     store(tops + first, __builtin_convertvector(sums, Vec) * steps_of(origins));
   }
-  for (int64_t g = to.groups, at = 0; g < to.width(); ++g, at += kGroup) {
-    const float* sums = tops + at;
-    quantize_group(sums, origins_of(splat(largest_magnitude(sums, kGroup)))[0], zero_code(false), to.x[g]);
-  }
+  for (int64_t g = to.groups, at = 0; g < to.width(); ++g, at += kGroup)
+    quantize_groups(tops + at, origins_of(splat(largest_magnitude(tops + at, kGroup))), 1, zero_code(false), to.x + g);
 }
 
 INLINE Vec code_values(LaneVec codes, int32_t zero, const uint16_t* scale) {

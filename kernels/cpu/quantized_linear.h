@@ -97,25 +97,68 @@ INLINE void quantized_panel(const QuantizedLinear& a, const Activations& x, cons
   }
 }
 
-// A row of the input, after the residual add and the norm that may come before the product.
-// line: as in QuantizedLinear; total: where the residual sum goes, or null.
-INLINE void quantize_row(const QuantizedLinear& a, int64_t row, float* line, float* total, const Activations& to) {
-  const float* x = a.x + row * a.x_stride;
-  const int64_t k = a.k, whole = to.groups * kGroup;
-  if (a.norm) {
-    if (a.residual) {
-      float* sums = total ? total + row * k : line;
-      add(a.residual + row * k, x, sums, k);
-      x = sums;
+// The values of a row that become whole numbers, value(i) and values(i): of kLanes from i on, as whole groups, and the
+// largest magnitude of each group behind them.
+template <typename Value, typename Values>
+INLINE void fill_line(int64_t k, int64_t groups, float* line, const Value& value, const Values& values) {
+  float* tops = line + groups * kGroup;
+  for (int64_t i = k; i < groups * kGroup; ++i) line[i] = 0.0f;
+  int64_t first = 0;
+  for (; first < groups; first += kLanes) {
+    IntVec largest[kLanes];  // magnitudes are ordered as their bits are
+    const int64_t count = min(kLanes, groups - first);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t begin = (first + i) * kGroup;
+      const bool part = begin + kGroup > k;
+      for (int64_t d = begin; part && d < k; ++d) line[d] = value(d);
+      IntVec most = {};
+#pragma GCC unroll 8
+      for (int64_t d = 0; d < kGroup; d += kLanes) {
+        const Vec v = part ? load(line + begin + d) : values(begin + d);
+        store(line + begin + d, v);
+        most = larger(most, bits_of(magnitude(v)));
+      }
+      largest[i] = most;
     }
-    normalise(x, a.norm, inverse_rms(x, k, a.eps), line, k);
-  } else {
-    for (int64_t i = 0; i < k; ++i) line[i] = x[i];
+    for (int64_t i = count; i < kLanes; ++i) largest[i] = settled(IntVec{});
+    const IntVec all = reduce_each(largest, larger);
+    store(tops + first, reinterpret_cast<const Vec&>(all));
   }
-  for (int64_t i = k; i < whole; ++i) line[i] = 0.0f;
-  float* tops = line + whole;
-  for (int64_t g = 0; g < to.groups; ++g) tops[g] = largest_magnitude(line + g * kGroup, kGroup);
-  quantize_values(line, tops, to);
+  for (; first % kGroup; first += kLanes) store(tops + first, Vec{});
+}
+
+// `count` rows of the input, kRowsAtOnce at most, after the residual add and the norm that may come before the product.
+// Step by step for all of them: a row's steps wait for each other. lines: line_floats for each; total: where the residual
+// sums go, or null.
+INLINE void quantize_rows(const QuantizedLinear& a, int64_t row, int64_t count, float* lines, float* total,
+                          const Activations& to) {
+  const int64_t k = a.k, whole = to.groups * kGroup, width = line_floats(to.groups);
+  const float* x[kRowsAtOnce];
+  float factors[kRowsAtOnce];
+  for (int64_t r = 0; r < count; ++r) {
+    x[r] = a.x + (row + r) * a.x_stride;
+    if (a.norm && a.residual) {
+      float* sums = total ? total + (row + r) * k : lines + r * width;
+      factors[r] = add_inverse_rms(a.residual + (row + r) * k, x[r], sums, k, a.eps);
+      x[r] = sums;
+    } else if (a.norm) {
+      factors[r] = inverse_rms(x[r], k, a.eps);
+    }
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    const float* from = x[r];
+    const float factor = factors[r];
+    if (a.norm)
+      fill_line(
+          k, to.groups, lines + r * width, [&](int64_t i) { return a.norm[i] * (from[i] * factor); },
+          [&](int64_t i) { return load(a.norm + i) * (load(from + i) * factor); });
+    else
+      fill_line(
+          k, to.groups, lines + r * width, [&](int64_t i) { return from[i]; },
+          [&](int64_t i) { return load(from + i); });
+  }
+  for (int64_t r = 0; r < count; ++r) take_outliers(lines + r * width, lines + r * width + whole, to.from(row + r));
+  for (int64_t r = 0; r < count; ++r) quantize_values(lines + r * width, lines + r * width + whole, to.from(row + r));
 }
 
 static void quantized_linear(const QuantizedLinear& a, int threads) {
@@ -127,20 +170,19 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
   const bool alone = a.rows <= kLoneRows, nibbles = a.codes.rest;
   int64_t next_row = 0, done = 0, next = 0;
   team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
-    float* line = a.lines + thread * line_floats(groups);
+    float* lines = a.lines + thread * kRowsAtOnce * line_floats(groups);
     char* memory = static_cast<char*>(a.activations);
     if (alone) memory += thread * a.rows * row_groups(groups, nibbles) * kActivationGroupBytes;
     const Activations x = activations_in(memory, a.rows, groups, nibbles);
     if (alone) {
-      for (int64_t row = 0; row < a.rows; ++row)
-        quantize_row(a, row, line, thread == 0 ? a.total : nullptr, x.from(row));
+      quantize_rows(a, 0, a.rows, lines, thread == 0 ? a.total : nullptr, x);
     } else {
       for (;;) {
-        const int64_t row = __atomic_fetch_add(&next_row, 4, __ATOMIC_RELAXED);
+        const int64_t row = __atomic_fetch_add(&next_row, kRowsAtOnce, __ATOMIC_RELAXED);
         if (row >= a.rows) break;
-        const int64_t end = min(row + 4, a.rows);
-        for (int64_t r = row; r < end; ++r) quantize_row(a, r, line, a.total, x.from(r));
-        __atomic_fetch_add(&done, end - row, __ATOMIC_RELEASE);
+        const int64_t count = min(kRowsAtOnce, a.rows - row);
+        quantize_rows(a, row, count, lines, a.total, x);
+        __atomic_fetch_add(&done, count, __ATOMIC_RELEASE);
       }
       wait_for(&done, a.rows, thread);
     }
@@ -154,7 +196,7 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
       const int64_t first = i % runs * run, last = min(first + run, panels) - 1;
       const Activations block = x.from(row);
       const int64_t count = line_blocks_in(rows);
-      if (gathered != row) gather_outliers(block, rows, 1 + a.gated, reinterpret_cast<int32_t*>(line), outliers);
+      if (gathered != row) gather_outliers(block, rows, 1 + a.gated, reinterpret_cast<int32_t*>(lines), outliers);
       gathered = row;
       for (int64_t panel = first; panel <= last; ++panel) {
         // The next item is taken while one panel is left, so that its first panel can be fetched meanwhile.

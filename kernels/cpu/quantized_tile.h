@@ -119,8 +119,8 @@ INLINE Vec steps_of(Vec origins) {
   return reinterpret_cast<const Vec&>(bits);
 }
 
-// Quantise kGroup values to steps of `origin`, ties to even: so does adding it. Returns the sum of the whole numbers.
-INLINE int32_t quantize_group(const float* x, float origin, int32_t zero, ActivationGroup& to) {
+// Quantise kGroup values to steps of `origin`, ties to even: so does adding it. Returns the whole numbers' sum by lanes.
+INLINE IntVec quantize_group(const float* x, float origin, ActivationGroup& to) {
   const IntVec none = splat(__builtin_bit_cast(int32_t, origin));
   IntVec sums = {};
   for (int i = 0; i < kGroup; i += kLanes) {
@@ -129,10 +129,29 @@ INLINE int32_t quantize_group(const float* x, float origin, int32_t zero, Activa
     sums += q;
     store_activations(q, to.words + i / 4 * kParts);
   }
-  const int32_t sum = reduce(sums, [](IntQuad a, IntQuad b) { return a + b; });
-  to.origin = origin;
-  to.start = __builtin_bit_cast(int32_t, origin) - zero * sum;
-  return sum;
+  return sums;
+}
+
+// Quantise `count` groups, kLanes at most, to steps of their `origins`. Returns the sums of their whole numbers.
+INLINE IntVec quantize_groups(const float* x, Vec origins, int64_t count, int32_t zero, ActivationGroup* to) {
+  const auto plus = [](auto a, auto b) { return a + b; };
+  IntVec sums[kLanes], total = {};
+  alignas(64) float origin[kLanes];
+  alignas(64) int32_t start[kLanes];
+  store(origin, origins);
+  for (int64_t i = 0; i < count; ++i) sums[i] = quantize_group(x + i * kGroup, origin[i], to[i]);
+  if (count <= 2) {
+    for (int64_t i = 0; i < count; ++i) total[i] = reduce(sums[i], plus);
+  } else {
+    for (int64_t i = count; i < kLanes; ++i) sums[i] = settled(IntVec{});  // g++ calls for many zeros at once: slow
+    total = reduce_each(sums, plus);
+  }
+  *reinterpret_cast<IntVec*>(start) = reinterpret_cast<const IntVec&>(origins) - zero * total;
+  for (int64_t i = 0; i < count; ++i) {
+    to[i].start = start[i];
+    to[i].origin = origin[i];
+  }
+  return total;
 }
 
 // Four dimensions of kLanes columns, step `i` of a group; w: the group's codes from the first of these columns on.
