@@ -168,7 +168,12 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
   const int64_t run = row_blocks > 1 ? 1 : max(1, panels / (threads * 4)), runs = (panels + run - 1) / run;
   const bool alone = a.rows <= kLoneRows, nibbles = a.codes.rest;
-  int64_t next_row = 0, done = 0, next = 0;
+  // The same rows go to the same thread in each product: else half of what it reads comes from another core's cache.
+  const int64_t shares = min(min(threads, kMaxShares), row_blocks);
+  const auto block_of = [&](int64_t share) { return row_blocks * share / shares; };
+  Shares rows_left = shares_of(shares, [&](int64_t s) { return min(block_of(s) * kQuantizedRowBlock, a.rows); });
+  Shares items = shares_of(shares, [&](int64_t s) { return block_of(s) * runs; });
+  int64_t done = 0;
   team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
     float* lines = a.lines + thread * kRowsAtOnce * line_floats(groups);
     char* memory = static_cast<char*>(a.activations);
@@ -177,21 +182,18 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
     if (alone) {
       quantize_rows(a, 0, a.rows, lines, thread == 0 ? a.total : nullptr, x);
     } else {
-      for (;;) {
-        const int64_t row = __atomic_fetch_add(&next_row, kRowsAtOnce, __ATOMIC_RELAXED);
-        if (row >= a.rows) break;
-        const int64_t count = min(kRowsAtOnce, a.rows - row);
-        quantize_rows(a, row, count, lines, a.total, x);
-        __atomic_fetch_add(&done, count, __ATOMIC_RELEASE);
+      int64_t turn = 0, end;
+      for (int64_t row; (row = take(rows_left, thread, kRowsAtOnce, turn, end)) >= 0;) {
+        quantize_rows(a, row, end - row, lines, a.total, x);
+        __atomic_fetch_add(&done, end - row, __ATOMIC_RELEASE);
       }
       wait_for(&done, a.rows, thread);
     }
     BlockOutliers outliers = block_outliers_in(static_cast<char*>(a.outliers) + thread * outlier_bytes(a.rows, groups),
                                                min(a.rows, kQuantizedRowBlock));
     int64_t gathered = -1;  // the first row of the block whose outliers these are
-    const int64_t items = row_blocks * runs;
-    const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
-    for (int64_t i = take(); i < items;) {
+    int64_t turn = 0, end;
+    for (int64_t i = take(items, thread, 1, turn, end); i >= 0;) {
       const int64_t row = i / runs * kQuantizedRowBlock, rows = min(kQuantizedRowBlock, a.rows - row);
       const int64_t first = i % runs * run, last = min(first + run, panels) - 1;
       const Activations block = x.from(row);
@@ -200,8 +202,8 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
       gathered = row;
       for (int64_t panel = first; panel <= last; ++panel) {
         // The next item is taken while one panel is left, so that its first panel can be fetched meanwhile.
-        if (panel == last) i = take();
-        const int64_t then = panel < last ? panel + 1 : i < items ? i % runs * run : -1;
+        if (panel == last) i = take(items, thread, 1, turn, end);
+        const int64_t then = panel < last ? panel + 1 : i >= 0 ? i % runs * run : -1;
         each_piece(rows, count, [&](int64_t j, int64_t begin, int64_t height) {
           const int64_t next_panel = j + 1 < count ? -1 : then;
           if (nibbles)

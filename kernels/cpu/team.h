@@ -40,3 +40,35 @@ static inline void team_for(int threads, int64_t count, int64_t step, const Body
     }
   });
 }
+
+constexpr int64_t kMaxShares = 64;
+
+// Pieces of work in shares, one for each worker: it takes its own first, which is what it had in the job before and has
+// in its cache, and then what others have left.
+struct Shares {
+  int64_t next[kMaxShares], end[kMaxShares], count;
+};
+
+// `count` shares, kMaxShares at most; begin(s): the first piece of share s, and of share `count` the end of all.
+template <typename Begin>
+static inline Shares shares_of(int64_t count, const Begin& begin) {
+  Shares shares;
+  shares.count = count;
+  for (int64_t s = 0; s < count; ++s) {
+    shares.next[s] = begin(s);
+    shares.end[s] = begin(s + 1);
+  }
+  return shares;
+}
+
+// Up to `step` pieces of a share. turn: 0 at first; of the worker who takes. Returns the first, or -1 when none is left.
+static inline int64_t take(Shares& shares, int worker, int64_t step, int64_t& turn, int64_t& end) {
+  for (; turn < shares.count; ++turn) {
+    const int64_t share = (worker + turn) % shares.count;
+    const int64_t first = __atomic_fetch_add(&shares.next[share], step, __ATOMIC_RELAXED);
+    if (first >= shares.end[share]) continue;
+    end = first + step < shares.end[share] ? first + step : shares.end[share];
+    return first;
+  }
+  return -1;
+}

@@ -166,7 +166,7 @@ def test_a_row_gets_the_same_bits_in_every_batch(isa, gated, four_bits):
 
 
 @pytest.mark.parametrize("four_bits", [False, True])
-@pytest.mark.parametrize("rows", [1, 4, 5, 200])
+@pytest.mark.parametrize("rows", [1, 4, 5, 300])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_thread_count_does_not_change_the_bits(threads, rows, four_bits):
     _, weight = weight_of(1000, 576, four_bits=four_bits)
