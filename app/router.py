@@ -84,6 +84,7 @@ class Affinity:
         order = self._order(hashes, session, replicas)
         if session is None:
             order.sort(key=lambda name: 2 * found[name] < most)  # those that have it first, else as all see it
+        place = {name: i for i, name in enumerate(order)}
         homes = order[: self._num_homes(hashes, session, len(replicas))]
         mean = sum(busy.requests for busy in replicas.values()) / len(replicas)
         too_many = MUCH * mean + MANY
@@ -97,14 +98,16 @@ class Affinity:
                 return 2 if busy.requests >= too_many or busy.kv_free < FULL_KV else 0
             return 1 if busy.requests <= few and busy.kv_free >= FULL_KV else 3
 
+        grades = {name: grade(name) for name in replicas}
+
         def cost(name: str) -> tuple[int, float, float]:
             # Others will have sent its like to a home: if not by load, they all send it to the same one.
-            lacks = 0.1 * (2 * found[name] < most) if name in homes else order.index(name) if homes else 0
-            return grade(name), lacks * self._mean_blocks + self._queue(replicas[name]), random.random()
+            lacks = 0.1 * (2 * found[name] < most) if name in homes else place[name] if homes else 0
+            return grades[name], lacks * self._mean_blocks + self._queue(replicas[name]), random.random()
 
         ranked = sorted(replicas, key=cost)
         if saved:
-            ranked = [name for name in ranked if grade(name) < 3]
+            ranked = [name for name in ranked if grades[name] < 3]
         return ranked, found
 
     def learn(self, hashes: Sequence[bytes], session: str | None, replica: str, busy: Busy) -> None:

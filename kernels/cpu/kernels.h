@@ -132,7 +132,7 @@ struct Linear {
 
 constexpr float kTiny = 1e-30f;  // a group of activations under this is zero, and one above kHuge becomes NaN: the
 constexpr float kHuge = 1e30f;   // powers of two that go with them are far from the ends of float32's range
-constexpr int64_t kRowsAtOnce = 4;  // rows that a thread quantises together
+constexpr int64_t kRowsAtOnce = 4;  // rows that a thread norms or quantises together
 constexpr int64_t kLoneRows = 4;    // up to so many (kRowsAtOnce at most) each thread quantises for itself, not to wait
 constexpr int kActivationGroupBytes = 20 + 4 * kGroup;  // a quantised group and an outlier at most
 constexpr int64_t kQuantizedRowBlock = 128;  // rows of an item: their activations stay in the second-level cache

@@ -165,35 +165,10 @@ INLINE void linear_unit(const Linear& a, const Weights& weights, int64_t unit, i
   }
 }
 
-// Row blocks that one thread begins with, of all products of as many rows: so it finds what it wrote in its own cache,
-// and reads no rows but its own while others do theirs. Then it helps with those of other threads.
-struct RowSpan {
-  int64_t row, rows, items;
-  int64_t next_row, normed;  // rows taken for the norm, and done
-  int64_t next;              // items taken
-};
-constexpr int64_t kMostRowSpans = 64;
-
 INLINE void norm_row(const Linear& a, int64_t row, float* total, float* normed) {
   add(a.residual + row * a.k, a.x + row * a.x_stride, total, a.k);
   normalise(total, a.norm, inverse_rms(total, a.k, a.eps), normed, a.k);
 }
-
-// Does the norm of a span's rows together with other threads, and waits until all are done.
-INLINE void norm_span(const Linear& a, RowSpan& span, int thread) {
-  for (;;) {
-    const int64_t first = __atomic_fetch_add(&span.next_row, 4, __ATOMIC_RELAXED), end = min(first + 4, span.rows);
-    if (first >= span.rows) break;
-    for (int64_t r = span.row + first; r < span.row + end; ++r) norm_row(a, r, a.total + r * a.k, a.normed + r * a.k);
-    __atomic_fetch_add(&span.normed, end - first, __ATOMIC_RELEASE);
-  }
-  wait_for(&span.normed, span.rows, thread);
-}
-
-// Some rows of x against some neighbouring units, from `first` to `last`.
-struct LinearItem {
-  int64_t row, rows, first, last;
-};
 
 template <typename Weights>
 static void linear_with(const Linear& all, const Weights& weights, int threads) {
@@ -201,50 +176,42 @@ static void linear_with(const Linear& all, const Weights& weights, int threads) 
   const int64_t units = panels / (1 + all.activated), row_blocks = (all.rows + kRowBlock - 1) / kRowBlock;
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
   const int64_t run = row_blocks > 1 ? 1 : max(1, units / (threads * 4)), runs = (units + run - 1) / run;
-  const int64_t count = min(min(threads, row_blocks), kMostRowSpans);
   const bool alone = all.rows <= kLoneRows;
-  RowSpan spans[kMostRowSpans];
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t first = row_blocks * i / count, last = row_blocks * (i + 1) / count, row = first * kRowBlock;
-    spans[i] = {row, min(last * kRowBlock, all.rows) - row, (last - first) * runs, 0, 0, 0};
-  }
+  // The same rows go to the same thread in each product, so that it finds what it wrote in its own cache.
+  const int64_t shares = min(min(threads, kMaxShares), row_blocks);
+  const auto block_of = [&](int64_t share) { return row_blocks * share / shares; };
+  Shares rows_left = shares_of(shares, [&](int64_t s) { return min(block_of(s) * kRowBlock, all.rows); });
+  Shares items = shares_of(shares, [&](int64_t s) { return block_of(s) * runs; });
+  int64_t done = 0;
   team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
     LinearScratch scratch;
     Linear a = all;
+    int64_t turn = 0, end;
     if (all.norm) {
       a.x = all.normed + (alone ? thread * kLoneRows * all.k : 0);
       a.x_stride = all.k;
-      for (int64_t row = 0; alone && row < all.rows; ++row) {
+    }
+    if (all.norm && alone) {
+      for (int64_t row = 0; row < all.rows; ++row) {
         float* normed = all.normed + (thread * kLoneRows + row) * all.k;
         norm_row(all, row, thread ? normed : all.total + row * all.k, normed);
       }
-    }
-    int64_t turn = 0;  // spans that this thread is done with
-    const auto span = [&]() -> RowSpan& { return spans[(thread + turn) % count]; };
-    const auto enter = [&] {
-      if (all.norm && !alone) norm_span(all, span(), thread);
-    };
-    const auto take = [&](LinearItem& item) {
-      for (;;) {
-        const int64_t i = __atomic_fetch_add(&span().next, 1, __ATOMIC_RELAXED);
-        if (i < span().items) {
-          const int64_t row = i / runs * kRowBlock, first = i % runs * run;
-          item = {span().row + row, min(kRowBlock, span().rows - row), first, min(first + run, units) - 1};
-          return true;
-        }
-        if (++turn == count) return false;
-        enter();
+    } else if (all.norm) {
+      for (int64_t row; (row = take(rows_left, thread, kRowsAtOnce, turn, end)) >= 0;) {
+        for (int64_t r = row; r < end; ++r) norm_row(all, r, all.total + r * all.k, all.normed + r * all.k);
+        __atomic_fetch_add(&done, end - row, __ATOMIC_RELEASE);
       }
-    };
-    enter();
-    LinearItem item, next;
-    for (bool more = take(next); more;) {
-      item = next;
-      for (int64_t unit = item.first; unit <= item.last; ++unit) {
+      wait_for(&done, all.rows, thread);
+      turn = 0;
+    }
+    for (int64_t i = take(items, thread, 1, turn, end); i >= 0;) {
+      const int64_t row = i / runs * kRowBlock, rows = min(kRowBlock, all.rows - row);
+      const int64_t first = i % runs * run, last = min(first + run, units) - 1;
+      for (int64_t unit = first; unit <= last; ++unit) {
         // The next item is taken while one unit is left, so that its first panel can be fetched meanwhile.
-        if (unit == item.last) more = take(next);
-        const int64_t then = unit < item.last ? unit + 1 : more ? next.first : -1;
-        linear_unit(a, weights, unit, then, item.row, item.rows, scratch);
+        if (unit == last) i = take(items, thread, 1, turn, end);
+        const int64_t then = unit < last ? unit + 1 : i >= 0 ? i % runs * run : -1;
+        linear_unit(a, weights, unit, then, row, rows, scratch);
       }
     }
   });

@@ -1,8 +1,6 @@
 import ctypes
 import resource
 
-import pytest
-
 from kernels.heap import keep_freed_memory
 
 SIZE, NUM_BLOCKS = 3 << 20, 5
@@ -18,7 +16,6 @@ def page_faults_of_a_step(libc: ctypes.CDLL) -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="only glibc can be told to")
 def test_a_step_takes_the_memory_of_the_step_before() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
