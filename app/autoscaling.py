@@ -118,7 +118,10 @@ SIGNALS = (
     "slots", "running", "waiting", "waiting_tokens", "queue_age_s", "kv_used", "prefill_used", "prefill_rate",
     "door_waiting", "door_tokens", "door_age_s",
 )  # fmt: skip
-"""What each replica reports (`app.signals`). door_*: what the ingress replicas hold back, as each replica was told."""
+"""What each replica reports (`app.reports.signals`).
+
+door_*: what the ingress replicas hold back, as each replica was told.
+"""
 
 
 def load_of(reports: Iterable[Mapping[str, float]], queued: float, prefill_rate: float) -> Load | None:

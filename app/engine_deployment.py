@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 
 from app.engine_client import EngineLimits, Holding, Message, Refusal, Submission
 from app.replica import EngineReplica
-from app.signals import DoorReport, Signals
-from app.startup import Startup, StartupTimes
+from app.reports.signals import DoorReport, Signals
+from app.reports.startup import Startup, StartupTimes
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest

@@ -10,25 +10,25 @@ from uuid import uuid4
 
 from starlette.applications import Starlette
 
-from app.adapters import AdapterChange, Adapters
 from app.admission import Admission, Budget
-from app.broadcast import ask_all
-from app.catalog import Catalog
-from app.chat import ChatSide
-from app.chat_template import chat_templates
-from app.door_reports import INTERVAL_S, report_queue
-from app.doors import Doors, read_keys
 from app.engine_client import EngineClient, EngineLimits
 from app.failover import FailoverClient
-from app.peers import Peers, keep_learning
-from app.pool import Pool, pool_of
-from app.routes import create_app
-from app.scrape import ModelStats
-from app.serve_client import ServeEngineClient
-from app.service import Service
+from app.http.doors import Doors, read_keys
+from app.http.routes import create_app
+from app.prompts.chat import ChatSide
+from app.prompts.chat_template import chat_templates
+from app.reports.door_reports import INTERVAL_S, report_queue
+from app.reports.peers import Peers, keep_learning
+from app.reports.pool import Pool, pool_of
+from app.reports.scrape import ModelStats
+from app.reports.signals import DoorReport
+from app.service.adapters import AdapterChange, Adapters
+from app.service.catalog import Catalog
+from app.service.service import Service
 from app.settings import AppSettings, with_live
-from app.signals import DoorReport
-from app.silence import watch
+from app.transport.broadcast import ask_all
+from app.transport.serve_client import ServeEngineClient
+from app.transport.silence import watch
 from engine.errors import ConfigError
 from engine.hf.generation_config import default_sampling
 from engine.hub import resolve_model

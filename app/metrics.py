@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from app.request_stats import Histogram, IngressStats, RequestStats
+from app.reports.request_stats import Histogram, IngressStats, RequestStats
 from engine.outputs import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from app.engine_client import EngineLimits, Holding, Message, Placed, Refusal, Submission
-from app.outbox import Outbox, split
+from app.transport.outbox import Outbox, split
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.lora.request import AdapterError, LoRARequest
 from engine.outputs import EngineStats, StepOutput

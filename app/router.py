@@ -6,7 +6,7 @@ the prompt, or on the session, puts the replicas in an order that all ingress re
 of it is the prompt's home. When that has too much, the next one that has little takes the prompt: to compute again what
 is cached elsewhere costs nothing where hardly anything runs, and where much runs it holds up all of that, so then the
 prompt stays. A beginning that many prompts have gets more homes. Serve's own numbers tell how busy a replica is: each
-answer carries the length of its queue, and the replicas report the state of their caches (`app.signals`).
+answer carries the length of its queue, and the replicas report the state of their caches (`app.reports.signals`).
 
 Serve sends this module to each caller by value: nothing of ours is imported but inside a function.
 """
@@ -198,7 +198,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """
 
     def initialize_state(self, **_: Any) -> None:
-        from app.pool import pool_of
+        from app.reports.pool import pool_of
 
         self._affinity = Affinity()
         self._pool = pool_of(self._deployment_id.name)

@@ -19,12 +19,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from app.admission import Admission, Budget
-from app.catalog import Catalog
-from app.chat import ChatSide
-from app.chat_template import chat_templates
 from app.engine_client import Delivery, EngineLimits, Submission
-from app.routes import create_app
-from app.service import Service
+from app.http.routes import create_app
+from app.prompts.chat import ChatSide
+from app.prompts.chat_template import chat_templates
+from app.service.catalog import Catalog
+from app.service.service import Service
 from engine.config import DEFAULT_MODEL
 from engine.hub import resolve_model
 from engine.outputs import EngineStats, Finished, FinishReason

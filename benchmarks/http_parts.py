@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from app.admission import Admission, Budget
-from app.chat import ChatSide
-from app.chat_template import chat_templates
 from app.engine_client import EngineLimits
 from app.failover import FailoverClient
+from app.http.streaming import EventStream
 from app.openai.completion_request import CompletionRequest
 from app.openai.responses import CompletionFormat
-from app.outbox import Outbox
-from app.serve_client import ServeEngineClient
-from app.service import Service
-from app.streaming import EventStream
+from app.prompts.chat import ChatSide
+from app.prompts.chat_template import chat_templates
+from app.service.service import Service
+from app.transport.outbox import Outbox
+from app.transport.serve_client import ServeEngineClient
 from benchmarks.host_overhead import measure
 from engine.outputs import StepOutput
 from engine.text.detokenizer import Detokenizer

@@ -28,9 +28,9 @@ from ray.serve.config import RequestRouterConfig
 from app.engine_client import Submission
 from app.engine_deployment import EngineDeployment
 from app.replica import EngineReplica
+from app.reports.signals import Signals
 from app.router import AffinityRouter
-from app.serve_client import ServeEngineClient
-from app.signals import Signals
+from app.transport.serve_client import ServeEngineClient
 from benchmarks.percentiles import percentile
 from engine.block_hash import block_hashes
 from engine.engine import Engine

@@ -12,16 +12,16 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 
-from app.adapters import Adapters
 from app.admission import Admission, Budget
-from app.catalog import Catalog
-from app.chat import ChatSide
-from app.chat_template import chat_templates
-from app.doors import Doors
+from app.http.doors import Doors
+from app.http.routes import create_app
+from app.prompts.chat import ChatSide
+from app.prompts.chat_template import chat_templates
 from app.replica import EngineReplica
-from app.routes import create_app
-from app.serve_client import ServeEngineClient
-from app.service import Service
+from app.service.adapters import Adapters
+from app.service.catalog import Catalog
+from app.service.service import Service
+from app.transport.serve_client import ServeEngineClient
 from engine.engine import Engine
 from engine.outputs import EngineStats
 from engine.step_loop import StepLoop

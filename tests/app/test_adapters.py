@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.adapters import AdapterChange, Adapters, ServedAdapter
-from app.catalog import Catalog
 from app.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.errors import ApiError
-from app.peers import ASK_AGAIN_S, keep_learning
+from app.reports.peers import ASK_AGAIN_S, keep_learning
+from app.service.adapters import AdapterChange, Adapters, ServedAdapter
+from app.service.catalog import Catalog
 from engine.lora.request import LoRARequest
 
 
@@ -172,7 +172,7 @@ async def test_what_was_unloaded_stays_so_in_an_ingress_that_loads_it_by_its_set
 
 
 def test_names_that_mean_nothing_any_more_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.adapters.MAX_UNLOADED", 3)
+    monkeypatch.setattr("app.service.adapters.MAX_UNLOADED", 3)
     adapters = Adapters("a", Client())
     adapters.learn(change("kept", 1, "/kept"))
     for at in range(2, 10):

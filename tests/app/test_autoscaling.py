@@ -16,9 +16,9 @@ from ray.serve.config import AutoscalingPolicy
 
 from app.autoscaling import SIGNALS, EnginePolicy, Load, Quiet, Targets, decide, load_of, needed
 from app.building import _replicas
-from app.door_reports import INTERVAL_S
+from app.reports.door_reports import INTERVAL_S
+from app.reports.signals import DOOR_REPORT_S, DoorReport, PrefillMeter, Signals
 from app.settings import load_settings
-from app.signals import DOOR_REPORT_S, DoorReport, PrefillMeter, Signals
 from engine.outputs import EngineStats
 
 TARGETS = Targets(ttft_s=2.0, downscale_delay_s=60.0, downscale_to_zero_delay_s=300.0)
@@ -183,7 +183,7 @@ def test_serve_takes_it_by_value() -> None:
     policy = AutoscalingPolicy(policy_function=EnginePolicy, policy_kwargs={"ttft_s": 3.0})
     data = policy.get_serialized_policy_def()
     assert data is not None
-    assert b"app.signals" not in data
+    assert b"app.reports.signals" not in data
     assert b"engine." not in data
     assert cloudpickle.loads(data)(ttft_s=3.0)(context([report(running=1)]))[0] == 1
 

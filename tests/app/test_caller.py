@@ -7,18 +7,18 @@ from typing import Any
 
 import httpx
 
-from app.caller import MAX_SESSION_LENGTH
-from app.catalog import Catalog
-from app.chat import ChatSide
-from app.chat_template import chat_templates
-from app.doors import Doors
 from app.engine_client import Submission
+from app.http.caller import MAX_SESSION_LENGTH
+from app.http.doors import Doors
+from app.http.routes import create_app
 from app.ingress import admission
+from app.prompts.chat import ChatSide
+from app.prompts.chat_template import chat_templates
 from app.replica import EngineReplica
-from app.routes import create_app
-from app.serve_client import ServeEngineClient
-from app.service import Service
+from app.service.catalog import Catalog
+from app.service.service import Service
 from app.settings import load_settings
+from app.transport.serve_client import ServeEngineClient
 from engine.engine import Engine
 from engine.step_loop import StepLoop
 from engine.text.tokenizer import Tokenizer

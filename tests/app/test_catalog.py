@@ -7,14 +7,14 @@ import httpx
 import pytest
 
 from app.admission import Admission, Budget
-from app.catalog import Catalog
-from app.chat import ChatSide
-from app.chat_template import chat_templates
-from app.pool import Pool
+from app.http.routes import create_app
+from app.prompts.chat import ChatSide
+from app.prompts.chat_template import chat_templates
 from app.replica import EngineReplica
-from app.routes import create_app
-from app.serve_client import ServeEngineClient
-from app.service import Service
+from app.reports.pool import Pool
+from app.service.catalog import Catalog
+from app.service.service import Service
+from app.transport.serve_client import ServeEngineClient
 from engine.engine import Engine
 from engine.step_loop import StepLoop
 from engine.text.tokenizer import Tokenizer

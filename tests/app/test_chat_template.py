@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from app.chat_template import Chat, ChatTemplate, load_template
 from app.openai.messages import Message
+from app.prompts.chat_template import Chat, ChatTemplate, load_template
 from engine.errors import ConfigError, InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 from tests.tiny_models import CHAT_TEMPLATE
@@ -56,7 +56,7 @@ def test_a_template_cannot_be_given_other_messages() -> None:
     ],
 )
 def test_a_template_that_would_not_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.chat_template.MAX_RENDER_S", 0.05)
+    monkeypatch.setattr("app.prompts.chat_template.MAX_RENDER_S", 0.05)
     with pytest.raises(InvalidRequestError) as caught:
         render(source)
     assert caught.value.param == "messages"

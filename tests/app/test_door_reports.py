@@ -3,8 +3,8 @@
 import asyncio
 
 from app.admission import Admission, Budget, Claim
-from app.door_reports import report_queue
-from app.signals import DoorReport
+from app.reports.door_reports import report_queue
+from app.reports.signals import DoorReport
 
 
 async def test_it_tells_while_anything_waits_and_once_that_nothing_does() -> None:

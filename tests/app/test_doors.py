@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.doors import Doors, read_keys
+from app.http.doors import Doors, read_keys
 from app.settings import load_settings
 from engine.errors import ConfigError
 from tests.app.conftest import Serve
@@ -159,7 +159,7 @@ async def test_bodies_that_are_too_much_are_refused_quickly(scripted: Serve, con
 
 
 async def test_a_template_that_loops_is_refused_quickly(scripted: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.chat_template.MAX_RENDER_S", 0.1)
+    monkeypatch.setattr("app.prompts.chat_template.MAX_RENDER_S", 0.1)
     loop: Any = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     async with scripted(chat_template=loop) as server:
         assert "did not end" in error_of(await asyncio.wait_for(server.chat(), 5), 400)["message"]

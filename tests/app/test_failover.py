@@ -11,17 +11,17 @@ from typing import Any
 import httpx
 import pytest
 
-from app.adapters import Adapters
 from app.admission import Admission, Budget
-from app.catalog import Catalog
-from app.chat import ChatSide
-from app.chat_template import chat_templates
 from app.engine_client import Submission
 from app.failover import FailoverClient, FailoverStream
+from app.http.routes import create_app
+from app.prompts.chat import ChatSide
+from app.prompts.chat_template import chat_templates
 from app.replica import EngineReplica
-from app.routes import create_app
-from app.serve_client import ServeEngineClient
-from app.service import Service
+from app.service.adapters import Adapters
+from app.service.catalog import Catalog
+from app.service.service import Service
+from app.transport.serve_client import ServeEngineClient
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineDeadError

@@ -337,7 +337,7 @@ async def test_bodies_that_are_no_json_have_openais_error(scripted: Serve) -> No
 
 
 async def test_a_body_that_is_too_large_is_a_413(scripted: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.streaming.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("app.http.streaming.MAX_BODY_BYTES", 1000)
     async with scripted() as server:
         assert error_of(await server.chat("x" * 2000), 413)["code"] == "body_too_large"
 
@@ -346,7 +346,7 @@ async def test_an_error_of_our_own_keeps_its_text_in_the_log(
     scripted: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scripted() as server:
-        monkeypatch.setattr("app.service.ChatFormat", lambda **_: 1 / 0)
+        monkeypatch.setattr("app.service.service.ChatFormat", lambda **_: 1 / 0)
         error = error_of(await server.chat(), 500)
         assert error["type"] == "server_error"
         assert "division" not in json.dumps(error)

@@ -212,7 +212,7 @@ async def test_one_prompt_that_fails_ends_the_others_of_its_request(scripted: Se
 async def test_the_status_comes_before_the_first_token_when_that_takes_long(
     scripted: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.streaming.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("app.http.streaming.KEEP_ALIVE_S", 0.05)
     gate = Gate()
     gate.open.clear()
     async with scripted("abc", before_step=gate, stream_commit_s=0.05) as server:
@@ -313,8 +313,8 @@ SMALL_BUFFERS = {
 async def test_a_client_that_reads_nothing_loses_its_place_and_its_connection(
     scripted: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("app.streaming.UNREAD_S", 0.3)
-    monkeypatch.setattr("app.streaming.KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr("app.http.streaming.UNREAD_S", 0.3)
+    monkeypatch.setattr("app.http.streaming.KEEP_ALIVE_S", 0.1)
     async with scripted("abcdefgh" * 4, capacity=1, **SMALL_BUFFERS) as server:
         idler = await Connection.post(server, COMPLETIONS, LONG | {"max_tokens": 90_000, "stream": True})
         await idler.reader.readuntil(b'"text":')
@@ -332,8 +332,8 @@ async def test_a_client_that_goes_on_reading_in_time_loses_nothing(
     scripted: Serve, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
     """silent: the engine makes no token meanwhile, so that comments are what is not read."""
-    monkeypatch.setattr("app.streaming.UNREAD_S", 30.0)
-    monkeypatch.setattr("app.streaming.KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr("app.http.streaming.UNREAD_S", 30.0)
+    monkeypatch.setattr("app.http.streaming.KEEP_ALIVE_S", 0.01)
     gate = Gate()
     async with scripted("abcdefgh" * 4, before_step=gate, **SMALL_BUFFERS) as server:
         idler = await Connection.post(server, COMPLETIONS, LONG | {"max_tokens": 2000, "stream": True})
@@ -351,7 +351,7 @@ async def test_a_client_that_goes_on_reading_in_time_loses_nothing(
 async def test_a_body_that_does_not_come_is_a_408_and_holds_no_place(
     scripted: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.streaming.BODY_S", 0.1)
+    monkeypatch.setattr("app.http.streaming.BODY_S", 0.1)
     async with scripted(capacity=1, max_waiting=0) as server:
         slow = [await Connection.post(server, COMPLETIONS, LONG, missing=5) for _ in range(20)]
         assert (await server.chat(max_tokens=2)).status_code == 200
@@ -364,7 +364,7 @@ async def test_a_body_that_does_not_come_is_a_408_and_holds_no_place(
 
 async def test_a_reader_that_stops_reading_is_cut_off(scripted: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole way: what piles up is bounded, and the request does not run on for nobody."""
-    monkeypatch.setattr("app.token_stream.MAX_UNREAD_TOKENS", 64)
+    monkeypatch.setattr("app.transport.token_stream.MAX_UNREAD_TOKENS", 64)
     async with scripted("abcdefgh" * 4, max_model_len=100_000, num_blocks=30_000, block_size=16) as server:
         limits = httpx.Limits(max_connections=1)
         async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30) as client:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.doors import Doors
+from app.http.doors import Doors
 from tests.app.conftest import Serve
 from tests.app.harness import parse_events, until
 from tests.app.test_lifecycle import Gate

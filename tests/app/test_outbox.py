@@ -1,6 +1,6 @@
 """Messages of tokens: what is added up while nobody reads, and what goes where."""
 
-from app.outbox import Outbox, split
+from app.transport.outbox import Outbox, split
 from engine.outputs import Finished, FinishReason, StepOutput, TokenLogprobs
 
 ENTRY = TokenLogprobs([5], [-0.5], 1)

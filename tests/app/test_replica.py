@@ -150,7 +150,7 @@ async def test_an_id_in_use_is_refused_and_its_owner_undisturbed() -> None:
 
 
 async def test_what_waits_for_a_reader_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.outbox.MAX_UNREAD_TOKENS", 8)
+    monkeypatch.setattr("app.transport.outbox.MAX_UNREAD_TOKENS", 8)
     with replica_of(scripted()) as replica:
         stream = replica.submit(Submission("a", [1], SamplingParams(max_tokens=100)), "ingress")
         first = await first_tokens(stream)

@@ -7,7 +7,7 @@ import pytest
 from ray import cloudpickle
 from ray.serve.config import RequestRouterConfig
 
-from app.pool import Pool
+from app.reports.pool import Pool
 from app.router import FULL_KV, Affinity, AffinityRouter, Busy
 from engine.block_hash import block_hashes
 

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app import metrics
 from app.openai.errors import EngineFault
-from app.request_stats import Histogram, IngressStats, RequestStats
-from app.scrape import ModelStats, Scrape
+from app.reports.request_stats import Histogram, IngressStats, RequestStats
+from app.reports.scrape import ModelStats, Scrape
 from engine.outputs import EngineStats
 from tests.app.conftest import Serve
 from tests.app.test_lifecycle import Gate
@@ -98,7 +98,7 @@ async def test_many_who_ask_at_once_cost_one_round_and_one_that_leaves_spoils_no
     texts = await asyncio.gather(*others)
     assert len(set(texts)) == asked == 1
     assert await scrape.text() == texts[0]
-    monkeypatch.setattr("app.scrape.KEEP_S", 0.0)
+    monkeypatch.setattr("app.reports.scrape.KEEP_S", 0.0)
     assert samples(await scrape.text())["nanoserve:engine_replicas"] == 2
 
 

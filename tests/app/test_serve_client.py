@@ -12,8 +12,8 @@ import pytest
 from app.engine_client import Placed, ReplicaLost, Submission
 from app.openai.errors import ApiError, EngineFault
 from app.replica import EngineReplica
-from app.serve_client import ServeEngineClient
-from app.token_stream import ServeTokenStream
+from app.transport.serve_client import ServeEngineClient
+from app.transport.token_stream import ServeTokenStream
 from engine.engine import Engine
 from engine.errors import EngineDeadError
 from engine.outputs import Finished, FinishReason, StepOutput
@@ -192,7 +192,7 @@ async def test_an_engine_that_fails_ends_its_replica_after_the_requests_have_bee
 
 
 async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.token_stream.MAX_UNREAD_TOKENS", 16)
+    monkeypatch.setattr("app.transport.token_stream.MAX_UNREAD_TOKENS", 16)
     async with pool(before_step=Gate(0.001)) as it:
         stream = it.submit("a", 120)
         await it.idle()

@@ -11,10 +11,10 @@ import pytest
 
 from app.engine_client import Submission
 from app.failover import FailoverClient
-from app.pool import Pool
 from app.replica import EngineReplica
-from app.serve_client import ServeEngineClient
-from app.silence import watch
+from app.reports.pool import Pool
+from app.transport.serve_client import ServeEngineClient
+from app.transport.silence import watch
 from engine.engine import Engine
 from engine.outputs import FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
@@ -61,8 +61,8 @@ class Silent:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SILENCE_S", "ANSWER_S"):
-        monkeypatch.setattr(f"app.silence.{name}", 0.1)
-    monkeypatch.setattr("app.silence.LOOK_S", 0.02)
+        monkeypatch.setattr(f"app.transport.silence.{name}", 0.1)
+    monkeypatch.setattr("app.transport.silence.LOOK_S", 0.02)
 
 
 @asynccontextmanager
@@ -151,7 +151,7 @@ async def test_nobody_is_asked_while_tokens_come() -> None:
 @pytest.mark.parametrize("kept", [0, NUM_TOKENS // 2])
 async def test_a_request_whose_end_is_not_told_goes_on(monkeypatch: pytest.MonkeyPatch, kept: int, alone: bool) -> None:
     """kept: how many of its tokens still come. alone: else its carrier stays open for another one."""
-    monkeypatch.setattr("app.silence.CHECK_S", 0.05)
+    monkeypatch.setattr("app.transport.silence.CHECK_S", 0.05)
     async with two_replicas() as it:
         it.handle.avoided = ["replica 1"]
         deliver = it.transport._deliver
@@ -179,8 +179,8 @@ async def test_a_request_whose_end_is_not_told_goes_on(monkeypatch: pytest.Monke
 
 
 async def test_requests_under_way_are_looked_after_though_all_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.silence.CHECK_S", 0.05)
-    monkeypatch.setattr("app.silence.SILENCE_S", 100.0)
+    monkeypatch.setattr("app.transport.silence.CHECK_S", 0.05)
+    monkeypatch.setattr("app.transport.silence.SILENCE_S", 100.0)
     async with two_replicas() as it:
         assert [len(ids) for ids, _ in await asyncio.gather(*it.ask(4))] == [NUM_TOKENS] * 4
         assert "holding" in names(it)
@@ -188,7 +188,7 @@ async def test_requests_under_way_are_looked_after_though_all_say_something(monk
 
 
 async def test_statistics_and_health_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.broadcast.ask_all.__kwdefaults__", {"timeout_s": 0.1})
+    monkeypatch.setattr("app.transport.broadcast.ask_all.__kwdefaults__", {"timeout_s": 0.1})
     async with two_replicas() as it:
         it.stop(0)
         assert len(await it.client.stats()) == 1

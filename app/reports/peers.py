@@ -6,10 +6,10 @@ from contextlib import suppress
 
 from ray import serve
 
-from app.adapters import AdapterChange
-from app.broadcast import ask_all
-from app.catalog import Catalog
-from app.scrape import ModelStats
+from app.reports.scrape import ModelStats
+from app.service.adapters import AdapterChange
+from app.service.catalog import Catalog
+from app.transport.broadcast import ask_all
 
 _TRIES, _PAUSE_S = 5, 0.2
 """A handle that was made just now may not have heard yet which replicas there are."""

@@ -7,7 +7,7 @@ from contextvars import Context
 
 from app import metrics
 from app.openai.errors import EngineFault
-from app.request_stats import IngressStats
+from app.reports.request_stats import IngressStats
 from engine.outputs import EngineStats
 
 ModelStats = Mapping[str, IngressStats]

@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from app.generation import Delta
 from app.openai.output import OutputReader
 from app.openai.parsing import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from app.openai.responses import CallDelta, Choice, Part
+from app.service.generation import Delta
 from engine.outputs import FinishReason
 
 

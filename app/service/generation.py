@@ -7,12 +7,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from app.admission import Admission, Claim, Ticket
-from app.caller import current_caller
 from app.engine_client import Delivery, EngineClient, Submission
+from app.http.caller import current_caller
 from app.openai.errors import EngineFault
 from app.openai.responses import Usage
 from app.openai.token_entries import EntryAligner, TokenEntry
-from app.request_stats import RequestStats
+from app.reports.request_stats import RequestStats
 from engine.block_hash import block_hashes
 from engine.lora.request import LoRARequest
 from engine.outputs import Finished, FinishReason, TokenLogprobs

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from app.chat_template import Chat, ChatTemplate
 from app.openai.errors import ApiError
+from app.prompts.chat_template import Chat, ChatTemplate
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 

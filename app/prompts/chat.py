@@ -5,7 +5,6 @@ import string
 from collections.abc import Callable
 from typing import Any, Literal
 
-from app.chat_template import Chat, ChatTemplate, ChatTemplates
 from app.openai.chat_request import ChatRequest
 from app.openai.errors import ApiError
 from app.openai.messages import Message
@@ -15,6 +14,7 @@ from app.openai.tokenization import TokenizeRequest
 from app.openai.tool_parser import ToolParser
 from app.openai.tool_parsers import PARSERS, ArgumentsParser, ArrayParser, detect_tool_parser
 from app.openai.tools import NamedChoice
+from app.prompts.chat_template import Chat, ChatTemplate, ChatTemplates
 from engine.errors import InvalidRequestError
 
 ToolParserSetting = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"]

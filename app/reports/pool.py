@@ -39,7 +39,7 @@ class Pool:
 
     @property
     def silent(self) -> frozenset[str]:
-        """Replicas that answer nothing, which get no request while there are others (`app.silence`)."""
+        """Replicas that answer nothing, which get no request while there are others (`app.transport.silence`)."""
         return self._silent
 
     def set_silent(self, replicas: Collection[str]) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from app.admission import Admission
-from app.signals import DOOR_REPORT_S, DoorReport
+from app.reports.signals import DOOR_REPORT_S, DoorReport
 
 logger = logging.getLogger("ray.serve")
 

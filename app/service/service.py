@@ -8,16 +8,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from app.adapters import Adapters
 from app.admission import Admission
-from app.answers import Answer, GeneratedAnswer, PromptOnlyAnswer
-from app.caller import current_caller
-from app.chat import ChatSide, new_call_id
-from app.chat_template import Chat, ChatTemplate
-from app.choices import Assembler, Echo, ParsedText, PlainText
 from app.engine_client import EngineClient, EngineLimits
 from app.failover import FailoverClient, FailoverCounts
-from app.generation import Job, TextGenerator
+from app.http.caller import current_caller
 from app.openai.chat_request import ChatRequest
 from app.openai.completion_request import CompletionRequest
 from app.openai.errors import ApiError
@@ -26,9 +20,15 @@ from app.openai.sampling import GenerationRequest
 from app.openai.structured import Structure
 from app.openai.token_entries import PromptScorer
 from app.openai.tokenization import MAX_CHARACTERS, DetokenizeRequest, TokenizeRequest
-from app.pool import Pool
-from app.request_stats import IngressStats
-from app.text import INLINE_SIZE, PromptEncoder, off_loop
+from app.prompts.chat import ChatSide, new_call_id
+from app.prompts.chat_template import Chat, ChatTemplate
+from app.prompts.encoding import INLINE_SIZE, PromptEncoder, off_loop
+from app.reports.pool import Pool
+from app.reports.request_stats import IngressStats
+from app.service.adapters import Adapters
+from app.service.answers import Answer, GeneratedAnswer, PromptOnlyAnswer
+from app.service.choices import Assembler, Echo, ParsedText, PlainText
+from app.service.generation import Job, TextGenerator
 from engine.bad_words import expand
 from engine.lora.request import LoRARequest
 from engine.sampling_params import SamplingParams, children

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from app.engine_client import Holding, Placed
-from app.token_stream import ServeTokenStream, replica_lost
+from app.transport.token_stream import ServeTokenStream, replica_lost
 
 Key = tuple[str, int]
 """A carrier: the replica, and which of its calls."""

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from app.adapters import AdapterChange, Tell
 from app.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.errors import ApiError, EngineFault
 from app.openai.responses import Body
-from app.scrape import ModelStats, Scrape
-from app.service import Service
+from app.reports.scrape import ModelStats, Scrape
+from app.service.adapters import AdapterChange, Tell
+from app.service.service import Service
 
 _LISTED = 10
 

@@ -7,9 +7,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from app import __version__, metrics
-from app.answers import Answer
-from app.catalog import Catalog
-from app.doors import Doors
+from app.http.doors import Doors
+from app.http.streaming import Endpoint, EventStream, Handler, JsonResponse, error_response
 from app.openai.errors import ApiError, EngineFault
 from app.openai.openapi import docs_page, openapi
 from app.openai.requests import (
@@ -20,8 +19,9 @@ from app.openai.requests import (
     parse_tokenize,
     parse_unload_adapter,
 )
-from app.streaming import Endpoint, EventStream, Handler, JsonResponse, error_response
-from app.text import off_loop
+from app.prompts.encoding import off_loop
+from app.service.answers import Answer
+from app.service.catalog import Catalog
 
 
 def create_app(catalog: Catalog, stream_commit_s: float, doors: Doors | None = None) -> Starlette:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from app.broadcast import ask_all
 from app.engine_client import Holding
-from app.pool import Pool
+from app.reports.pool import Pool
+from app.transport.broadcast import ask_all
 
 SILENCE_S = 5.0
 """Seconds without a word on a request that is under way, after which all are asked."""

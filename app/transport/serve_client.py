@@ -3,7 +3,7 @@
 The call of a submission stays open until its request ends, so Serve's accounting is true. Tokens travel beside it, as
 one message for each engine step: the first call that this ingress has open at a replica carries the tokens of all its
 requests there, until none is left. So there is no subscription to open, to address or to close, and an idle pair of
-ingress and replica costs nothing. See `app.outbox` for the other end.
+ingress and replica costs nothing. See `app.transport.outbox` for the other end.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from app.broadcast import answers_of, ask_all
-from app.carriers import Carriers
 from app.engine_client import EngineLimits, Message, Placed, Refusal, ReplicaLost, Submission
 from app.openai.errors import EngineFault
-from app.token_stream import ServeTokenStream, replica_lost
+from app.transport.broadcast import answers_of, ask_all
+from app.transport.carriers import Carriers
+from app.transport.token_stream import ServeTokenStream, replica_lost
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, FinishReason, StepOutput

@@ -66,7 +66,7 @@ class IngressStats:
 
     resubmitted, given_up, longest_pause_s: as in `app.failover.FailoverCounts`.
     queued_tokens, capacity, refused: as in `app.admission.Admission`.
-    prompt_blocks, hit_blocks, routed: as in `app.pool.Pool`.
+    prompt_blocks, hit_blocks, routed: as in `app.reports.pool.Pool`.
     """
 
     outstanding: int

@@ -11,9 +11,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.caller import TENANT, CallerContext
+from app.http.caller import TENANT, CallerContext
+from app.http.streaming import error_response
 from app.openai.errors import ApiError
-from app.streaming import error_response
 from engine.errors import ConfigError
 
 OPEN_PATHS = frozenset({"/health"})

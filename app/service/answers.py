@@ -5,11 +5,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.choices import Assembler
-from app.generation import Delta, Job, TextGenerator
 from app.openai.responses import Body, Choice, Format, Part, Usage
 from app.openai.token_entries import PromptScorer, TokenEntry
-from app.text import off_loop
+from app.prompts.encoding import off_loop
+from app.service.choices import Assembler
+from app.service.generation import Delta, Job, TextGenerator
 from engine.outputs import FinishReason, TokenLogprobs
 
 _ENTRY_SIZE = 4

@@ -1,0 +1,1 @@
+"""HTTP in and out: routes, who may come in, bodies and event streams."""

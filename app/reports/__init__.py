@@ -1,0 +1,1 @@
+"""What replicas count, know and tell each other of themselves."""
