@@ -3,7 +3,7 @@
     python -m benchmarks.autoscaling_sim [--json]
 
 The trace: a quiet base load, bursts of ten times as much that come within a second, a slow wave, and a silence at the
-end (seeded; see `trace` in `benchmarks.simulated_pool`). Beside our policy, on the same trace: Serve's own, at its
+end (seeded; see `trace` in `benchmarks.pools.simulated`). Beside our policy, on the same trace: Serve's own, at its
 defaults, and with its delays and target set by hand for this load.
 
 Printed for each: time to first token from arrival, in seconds (median, 90th, 99th percentile, worst), refusals, the
@@ -24,8 +24,8 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from app.autoscaling import Quiet, Targets, decide
-from benchmarks.percentiles import percentile
-from benchmarks.simulated_pool import PLACES, TICK_S, Simulation, trace
+from benchmarks.common.percentiles import percentile
+from benchmarks.pools.simulated import PLACES, TICK_S, Simulation, trace
 
 
 class Ours:

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.percentiles import percentile
+from benchmarks.common.percentiles import percentile
 
 PROMPT_TOKENS = 200
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.pool import Pool, kill, running
+from benchmarks.pools.local import Pool, kill, running
 from tests import reference
 
 STREAM_TIMEOUT_S = 120.0

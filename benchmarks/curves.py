@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.peer_engines import (
+from benchmarks.common import report
+from benchmarks.peer.engines import (
     KNOWN_PEERS,
     PeerEngine,
     nanoserve_settings,

@@ -32,8 +32,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common.percentiles import percentile
 from benchmarks.http_parts import parts
-from benchmarks.percentiles import percentile
 from benchmarks.throughput import machine
 
 STREAMS = 64
@@ -150,7 +150,7 @@ def server(name: str) -> Iterator[int]:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.http_servers", name, str(port)],
+        [sys.executable, "-m", "benchmarks.servers.no_engine", name, str(port)],
         env=os.environ | ENVIRONMENTS[name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

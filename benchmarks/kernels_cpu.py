@@ -2,7 +2,7 @@
 
 Shapes are SmolLM2-135M's: 30 layers, hidden 576, 9 query and 3 KV heads of 64, MLP 1536, vocabulary 49152. Each layer
 has its own weights and cache, so the times are those of a whole step. Best of several runs. Read bandwidth and the
-peak rates of multiply-adds (`peak.cpp`, built with g++ for this CPU) are measured in the same run.
+peak rates of multiply-adds (`common/peak.cpp`, built with g++ for this CPU) are measured in the same run.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from benchmarks.limits import Row, best_ms, limits
+from benchmarks.common.limits import Row, best_ms, limits
 from kernels import activation, argmax, cpu_ops, rms_norm, rotary
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.attention.cpu_backend import CpuBackend

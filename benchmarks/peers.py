@@ -11,7 +11,7 @@ meets all of them alike; figures are medians over the rounds, ratios medians of 
 engine has int8 weights, activations and KV cache, OpenVINO its int8 model and llama.cpp Q8_0; a peer without int8 runs
 in float32. --busy takes one core away by a process that spins. --bf16 rounds the weights to bfloat16 first, for all.
 
-Each peer is set up on first use (`peer_setup.py`). The table goes to standard output, and with the rounds and a plot
+Each peer is set up on first use (`peer/setup.py`). The table goes to standard output, and with the rounds and a plot
 into --results.
 """
 
@@ -21,8 +21,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report
-from benchmarks.peer_engines import (
+from benchmarks.common import report
+from benchmarks.peer.engines import (
     KNOWN_PEERS,
     PeerEngine,
     busy_neighbour,
@@ -30,7 +30,7 @@ from benchmarks.peer_engines import (
     random_prompts,
     running,
 )
-from benchmarks.peer_setup import bf16_model
+from benchmarks.peer.setup import bf16_model
 from engine.config import DEFAULT_MODEL
 
 BATCHES = (1, 4, 16, 32)

@@ -31,7 +31,7 @@ from app.replica import EngineReplica
 from app.reports.signals import Signals
 from app.router import AffinityRouter
 from app.transport.serve_client import ServeEngineClient
-from benchmarks.percentiles import percentile
+from benchmarks.common.percentiles import percentile
 from engine.block_hash import block_hashes
 from engine.engine import Engine
 from engine.runner import RunnerInfo

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from app.router import Affinity, Busy
-from benchmarks.percentiles import percentile
+from benchmarks.common.percentiles import percentile
 from benchmarks.routing import (
     BLOCK,
     CALLERS,

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.http_client import stream
-from benchmarks.peer_engines import PeerEngine, random_prompts, start
-from benchmarks.servers import KNOWN_SERVERS, command, serving
+from benchmarks.common import report
+from benchmarks.peer.engines import PeerEngine, random_prompts, start
+from benchmarks.servers.client import stream
+from benchmarks.servers.processes import KNOWN_SERVERS, command, serving
 from engine.config import DEFAULT_MODEL
 
 TOKENS = 128

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.pool import Pool, running, session_logs
+from benchmarks.pools.local import Pool, running, session_logs
 
 SAMPLE_S = 5.0
 MAX_GROWTH = 1.05

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.http_client import stream, wait_until_served
-from benchmarks.peer_engines import nanoserve_settings, worker_environment
-from benchmarks.servers import PORTS, START_S, command
+from benchmarks.common import report
+from benchmarks.peer.engines import nanoserve_settings, worker_environment
+from benchmarks.servers.client import stream, wait_until_served
+from benchmarks.servers.processes import PORTS, START_S, command
 from engine.config import DEFAULT_MODEL
 from tests.live_server import stop
 

@@ -4,7 +4,7 @@
 
 plan: out and the result back, of a decode step of 8 sequences, to 2 and 4 ranks and from rank 0, by our ring, by TCP,
 by gloo (the same bytes, and objects as torch pickles them) and by plain Ray actor calls; three rounds in alternation.
-sums: `benchmarks.rank_sums`, for 2, 3 and 4 ranks.
+sums: `benchmarks.ranks.rank_sums`, for 2, 3 and 4 ranks.
 decode: steps through `Engine` of random float32 weights in the shape of SmolLM2-135M, but with 8 heads and 4 KV heads,
 which two can share; with one rank in the process and two as shards on the same cores; medians. collectives_ms is what
 rank 0 spends in its group's collectives, waiting for the other included.
@@ -27,8 +27,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from app.resources import shard_bundle
 from app.shard import Rank, load_rank
 from app.shards import ShardedRunner, ShardGroup
-from benchmarks import plan_channel, rank_sums
-from benchmarks.report import RESULTS, header, markdown, save
+from benchmarks.common.report import RESULTS, header, markdown, save
+from benchmarks.ranks import plan_channel, rank_sums
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams

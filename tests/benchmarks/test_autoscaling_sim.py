@@ -1,7 +1,7 @@
 """The simulation holds together, and our policy beats Serve's own where it says so."""
 
 from benchmarks.autoscaling_sim import policies, simulate
-from benchmarks.simulated_pool import Simulation, trace
+from benchmarks.pools.simulated import Simulation, trace
 
 
 def test_every_request_is_answered_or_refused_and_the_trace_is_the_same_each_time() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.http_client import completion_tokens, stream
+from benchmarks.servers.client import completion_tokens, stream
 
 EVENTS = (
     b'data: {"choices": [{"text": "a"}], "usage": null}\n\n'

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peer_engines, report
-from benchmarks.peer_engines import Rates, Worker, medians
+from benchmarks.common import report
+from benchmarks.peer import engines as peer_engines
+from benchmarks.peer.engines import Rates, Worker, medians
 from benchmarks.peers import one_round
 from engine.device import memory
 from tests import tiny_models

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from benchmarks.peer_setup import hf_model
+from benchmarks.peer.setup import hf_model
 from engine.config import DEFAULT_MODEL
 from tests.conformance.environments import INSIDE, python_environment, run_inside
 from tests.conformance.report import Outcome, SuiteResult

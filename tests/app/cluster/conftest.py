@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray import serve
 
-from benchmarks.pool import APP, local_cluster, session_logs
+from benchmarks.pools.local import APP, local_cluster, session_logs
 from tests.live_server import free_port
 
 PORT = free_port()

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from benchmarks.chaos import Report, Traffic, torment
-from benchmarks.pool import Pool, application, kill
+from benchmarks.pools.local import Pool, application, kill
 from tests.app.cluster.conftest import PORT, went_on
 from tests.app.harness import Events, parse_events, until
 

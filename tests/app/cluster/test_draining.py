@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from benchmarks.chaos import Report, Traffic
-from benchmarks.pool import Pool, application, kill
+from benchmarks.pools.local import Pool, application, kill
 from tests.app.cluster.conftest import PORT, went_on
 from tests.app.harness import until
 

@@ -228,15 +228,15 @@ SERVERS = {"ours": ours, "one-hop": one_hop, "one-hop-in-steps": one_hop_in_step
 
 
 def main() -> None:
-    """`python -m benchmarks.http_servers NAME PORT`: says "ready" and serves until its input is closed."""
+    """`python -m benchmarks.servers.no_engine NAME PORT`: says "ready" and serves until its input is closed."""
     name, port = sys.argv[1], int(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="serve")
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
-            from benchmarks import http_servers  # not __main__, which replicas could not import
+            from benchmarks.servers import no_engine  # not __main__, which replicas could not import
 
-            serve.run(http_servers.SERVERS[name](Path(folder)), name=f"{name}-{os.getpid()}", route_prefix="/")
+            serve.run(no_engine.SERVERS[name](Path(folder)), name=f"{name}-{os.getpid()}", route_prefix="/")
             print("ready", flush=True)
             sys.stdin.read()
         finally:

@@ -1,6 +1,6 @@
 """One engine behind a pipe: generates what it is told to, greedily, and says how long it took.
 
-    python peer_worker.py nanoserve|openvino|vllm|transformers MODEL [--threads N] [--settings JSON]
+    python worker.py nanoserve|openvino|vllm|transformers MODEL [--threads N] [--settings JSON]
 
 Reads one JSON object a line, `{"prompts": [[token ids]], "outs": [tokens to make]}`, and answers `{"seconds": s}`;
 before that, `{"ready": version}`. Runs in the peer's own environment, so it imports nothing of this project unless it

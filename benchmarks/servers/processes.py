@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import peer_setup
-from benchmarks.http_client import wait_until_served
-from benchmarks.peer_engines import nanoserve_settings, worker_environment
+from benchmarks.peer import setup as peer_setup
+from benchmarks.peer.engines import nanoserve_settings, worker_environment
+from benchmarks.servers.client import wait_until_served
 from engine.hub import resolve_model
 from tests.live_server import server_process
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peer_setup
+from benchmarks.peer import setup as peer_setup
 from benchmarks.throughput import machine
 
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(__file__).parents[1] / "results"
 PLOTS = Path(__file__).with_name("plots.py")
 
 INSTRUCTION_SETS = {

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from benchmarks import peer_setup
+from benchmarks.peer import setup as peer_setup
 from engine.hub import resolve_model
 
-WORKER = Path(__file__).with_name("peer_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 KNOWN_PEERS = ("openvino", "openvino-f32", "vllm", "llamacpp", "transformers")
 """`openvino` computes as it likes: in bfloat16 where the CPU has that, whatever the model's type. `openvino-f32` is
 told to keep to float32."""
@@ -56,7 +56,7 @@ def random_prompts(rng: random.Random, lengths: Sequence[int]) -> list[list[int]
 
 
 class Worker:
-    """An engine in a process of its own; see `peer_worker.py`. It is stopped by a signal while others have their turn,
+    """An engine in a process of its own; see `worker.py`. It is stopped by a signal while others have their turn,
     since some engines' threads spin when there is nothing to do."""
 
     def __init__(self, name: str, python: Path, model: Path, threads: int, settings: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            cwd=WORKER.parents[1],
+            cwd=WORKER.parents[2],
             env=worker_environment(kind),
             start_new_session=True,
         )
@@ -134,7 +134,7 @@ class Worker:
 def worker_environment(name: str) -> dict[str, str]:
     environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
     if name == "nanoserve":
-        environment["PYTHONPATH"] = str(WORKER.parents[1])
+        environment["PYTHONPATH"] = str(WORKER.parents[2])
     if name == "vllm":  # by default it keeps a core free for its front end
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
     return environment

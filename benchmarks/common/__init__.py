@@ -1,0 +1,1 @@
+"""What all benchmarks share: percentiles, reports, plots, and what the machine allows."""

@@ -1,0 +1,1 @@
+"""Pools of engine replicas to measure: on a local cluster, and simulated."""

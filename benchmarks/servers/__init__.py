@@ -1,0 +1,1 @@
+"""HTTP servers as processes, and a client for them that costs little."""
