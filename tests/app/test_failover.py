@@ -31,8 +31,8 @@ from engine.step import StepPlan
 from engine.step_loop import StepLoop
 from engine.text.tokenizer import Tokenizer
 from tests.app.harness import parse_events, until
+from tests.app.http.test_lifecycle import Faults
 from tests.app.local_handle import LocalHandle
-from tests.app.test_lifecycle import Faults
 from tests.scripted import ScriptedRunner
 from tests.tiny_adapters import write_adapter
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.app.conftest import Serve
 from tests.app.harness import until
-from tests.app.test_lifecycle import COMPLETIONS, Connection, Gate
+from tests.app.http.test_lifecycle import COMPLETIONS, Connection, Gate
 
 
 @pytest.mark.parametrize("stream", [False, True])

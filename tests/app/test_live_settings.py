@@ -14,9 +14,9 @@ from app.settings import LIVE, AppSettings, load_settings, with_live
 from engine.errors import ConfigError
 from tests.app.conftest import Serve
 from tests.app.harness import until
-from tests.app.test_doors import ask
-from tests.app.test_http import error_of
-from tests.app.test_lifecycle import Gate
+from tests.app.http.test_doors import ask
+from tests.app.http.test_http import error_of
+from tests.app.http.test_lifecycle import Gate
 
 
 def services(settings: AppSettings) -> list[Any]:

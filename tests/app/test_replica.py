@@ -17,7 +17,7 @@ from engine.outputs import FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
 from engine.step_loop import StepLoop
 from tests.app.harness import until
-from tests.app.test_lifecycle import Faults, Gate
+from tests.app.http.test_lifecycle import Faults, Gate
 from tests.scripted import ScriptedRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -19,9 +19,9 @@ from engine.engine import Engine
 from engine.step_loop import StepLoop
 from engine.text.tokenizer import Tokenizer
 from tests.app.harness import parse_events
+from tests.app.http.test_lifecycle import Faults
 from tests.app.local_handle import LocalHandle
-from tests.app.test_lifecycle import Faults
-from tests.app.test_scrape import samples
+from tests.app.reports.test_scrape import samples
 from tests.scripted import ScriptedRunner
 
 ASLEEP = Pool()

@@ -14,7 +14,7 @@ import pytest
 from app.http.doors import Doors
 from tests.app.conftest import Serve
 from tests.app.harness import parse_events, until
-from tests.app.test_lifecycle import Gate
+from tests.app.http.test_lifecycle import Gate
 from tests.live_server import REPOSITORY, free_port
 
 CONF = REPOSITORY / "ray_configs" / "nginx.conf"

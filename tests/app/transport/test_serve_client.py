@@ -20,8 +20,8 @@ from engine.outputs import Finished, FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
 from engine.step_loop import StepLoop
 from tests.app.harness import until
+from tests.app.http.test_lifecycle import Faults, Gate
 from tests.app.local_handle import LocalHandle
-from tests.app.test_lifecycle import Faults, Gate
 from tests.scripted import ScriptedRunner
 
 SCRIPT = [5, 6, 7, 8, 9, 10, 11, 12]

@@ -9,8 +9,8 @@ import pytest
 
 from tests.app.conftest import Serve
 from tests.app.harness import Server
-from tests.app.test_http import error_of
-from tests.app.test_tools import both
+from tests.app.http.test_http import error_of
+from tests.app.openai.test_tools import both
 
 SCHEMA = {
     "type": "object",

@@ -24,8 +24,8 @@ from engine.step_loop import StepLoop
 from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server, until
+from tests.app.http.test_lifecycle import Gate
 from tests.app.local_handle import LocalHandle
-from tests.app.test_lifecycle import Gate
 from tests.scripted import ScriptedRunner
 
 KEYS = ("key-of-alice", "key-of-bob")

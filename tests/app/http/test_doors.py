@@ -13,8 +13,8 @@ from app.settings import load_settings
 from engine.errors import ConfigError
 from tests.app.conftest import Serve
 from tests.app.harness import Server, until
-from tests.app.test_http import CHAT, error_of
-from tests.app.test_lifecycle import Gate
+from tests.app.http.test_http import CHAT, error_of
+from tests.app.http.test_lifecycle import Gate
 
 KEYS = ("sk-first", "sk-second")
 BODY = {"prompt": "hi", "max_tokens": 2}

@@ -8,8 +8,8 @@ import pytest
 from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Events, until
-from tests.app.test_http import error_of, ids_of_length
-from tests.app.test_lifecycle import Gate
+from tests.app.http.test_http import error_of, ids_of_length
+from tests.app.http.test_lifecycle import Gate
 
 
 def texts_of(events: Events) -> list[str]:

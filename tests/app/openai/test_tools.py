@@ -11,8 +11,8 @@ from app.openai.tools import Tool, calls_schema
 from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Events, Server
-from tests.app.test_http import error_of
-from tests.app.test_tool_parsers import form
+from tests.app.http.test_http import error_of
+from tests.app.openai.test_tool_parsers import form
 from tests.tiny_models import CHAT_TEMPLATE, EOS_ID
 
 TOOLS = [

@@ -14,7 +14,7 @@ from app.openai.unsupported import CHAT, COMPLETIONS
 from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server
-from tests.app.test_http import error_of
+from tests.app.http.test_http import error_of
 
 DOCUMENT = openapi(["tiny"])
 SCHEMAS = DOCUMENT["components"]["schemas"]
@@ -25,7 +25,7 @@ def validate(body: Any, name: str) -> None:
 
 
 def test_the_version_is_the_packages() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert app.__version__ == project["version"]
 
 

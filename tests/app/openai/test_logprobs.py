@@ -18,8 +18,8 @@ from engine.text.token_text import TokenTexts
 from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server
-from tests.app.test_http import error_of, ids_of_length
-from tests.app.test_text import pieces
+from tests.app.http.test_http import error_of, ids_of_length
+from tests.app.prompts.test_encoding import pieces
 from tests.tiny_models import EOS_ID
 
 

@@ -12,7 +12,7 @@ from app.reports.request_stats import Histogram, IngressStats, RequestStats
 from app.reports.scrape import ModelStats, Scrape
 from engine.outputs import EngineStats
 from tests.app.conftest import Serve
-from tests.app.test_lifecycle import Gate
+from tests.app.http.test_lifecycle import Gate
 
 ENGINE = EngineStats(
     num_running=2, num_waiting=1, total_blocks=10, live_blocks=5, cached_blocks=3, free_blocks=2, prompt_tokens=1234567,

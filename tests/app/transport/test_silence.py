@@ -20,9 +20,9 @@ from engine.outputs import FinishReason, StepOutput
 from engine.sampling_params import SamplingParams
 from engine.step_loop import StepLoop
 from tests.app.harness import until
+from tests.app.http.test_lifecycle import Gate
 from tests.app.local_handle import LocalHandle
 from tests.app.test_failover import tokens
-from tests.app.test_lifecycle import Gate
 from tests.scripted import ScriptedRunner
 
 NUM_TOKENS = 60
