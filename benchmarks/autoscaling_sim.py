@@ -95,8 +95,9 @@ class Serves:
             current_time=now,
             config=self._config,
         )
-        count, self._state = self._policy(context)
-        return max(self._least, min(pool.most, math.ceil(count)))
+        wanted, self._state = self._policy(context)
+        count: int = math.ceil(wanted)
+        return max(self._least, min(pool.most, count))
 
 
 @dataclass(frozen=True, slots=True)

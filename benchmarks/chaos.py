@@ -56,7 +56,7 @@ def bodies(pool: Pool, count: int, max_tokens: int) -> list[dict[str, Any]]:
     rng = random.Random(0)
     found: list[dict[str, Any]] = []
     while len(found) < count:
-        body = {
+        body: dict[str, Any] = {
             "prompt": [rng.randrange(3, 384) for _ in range(rng.randint(2, 60))],
             "max_tokens": rng.randint(max_tokens // 2, max_tokens),
             "ignore_eos": True,

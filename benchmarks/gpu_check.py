@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def run_loads(page: Page, title: str, jobs: dict[str, Job], seconds: float) -> N
     page.write("", f"## {title}", "")
     page.header("", *LOAD_COLUMNS)
     for name, job in jobs.items():
-        page.attempt(f"{title}, {name}", lambda name=name, job=job: _run_load(page, name, job, seconds))
+        page.attempt(f"{title}, {name}", partial(_run_load, page, name, job, seconds))
 
 
 def _run_load(page: Page, name: str, job: Job, seconds: float) -> None:

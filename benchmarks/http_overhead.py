@@ -15,8 +15,8 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 from app.admission import Admission, Budget
 from app.engine_client import Delivery, EngineLimits, Submission
@@ -27,6 +27,7 @@ from app.service.catalog import Catalog
 from app.service.service import Service
 from engine.config import DEFAULT_MODEL
 from engine.hub import resolve_model
+from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, Finished, FinishReason
 from engine.text.tokenizer import load_tokenizer
 
@@ -38,14 +39,19 @@ class ReadyStream:
 
     def __init__(self, submission: Submission, tokens: Sequence[int]) -> None:
         self._submission = submission
-        self._tokens = tokens
+        self._tokens = iter(tokens)
+        self._count = self._left = len(tokens)
 
-    async def __aiter__(self) -> AsyncIterator[Delivery]:
-        for token in self._tokens[:-1]:
-            yield Delivery([token])
-        prompt, count = len(self._submission.prompt_ids), len(self._tokens)
-        end = Finished(self._submission.request_id, FinishReason.LENGTH, prompt, count, 0)
-        yield Delivery([self._tokens[-1]], end)
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delivery:
+        token = next(self._tokens)
+        self._left -= 1
+        if self._left:
+            return Delivery([token])
+        prompt = len(self._submission.prompt_ids)
+        return Delivery([token], Finished(self._submission.request_id, FinishReason.LENGTH, prompt, self._count, 0))
 
     def close(self) -> None:
         pass
@@ -65,6 +71,9 @@ class ReadyEngine:
 
     async def check_health(self) -> None:
         pass
+
+    async def load_adapter(self, request: LoRARequest) -> str:
+        raise RuntimeError("no adapters here")
 
     def submit(self, submission: Submission) -> ReadyStream:
         return ReadyStream(submission, self._tokens)

@@ -133,7 +133,7 @@ async def _ingress(tokenizer: Any) -> tuple[float, float]:
 
     streams = []
     for _ in range(SEQUENCES):
-        answer = await service.complete(CompletionRequest(prompt="hello", stream=True, max_tokens=90_000))
+        answer = await service.complete(CompletionRequest(prompt=["hello"], stream=True, max_tokens=90_000))
         streams.append(asyncio.ensure_future(EventStream(answer.chunks(), 5.0)(send)))
     while len(client._open) < SEQUENCES:
         await asyncio.sleep(0)
@@ -150,7 +150,8 @@ async def _ingress(tokenizer: Any) -> tuple[float, float]:
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-    return tuple(seconds / STEPS / SEQUENCES * 1e6 for seconds in (whole, handing_out))
+    us = 1e6 / STEPS / SEQUENCES
+    return whole * us, handing_out * us
 
 
 if __name__ == "__main__":

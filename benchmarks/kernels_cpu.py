@@ -7,8 +7,9 @@ peak rates of multiply-adds (`common/peak.cpp`, built with g++ for this CPU) are
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +101,7 @@ def linear_rows() -> list[Row]:
         for tokens in (1, 4, 16, 32, 128):
             inputs = [torch.randn(tokens, weight.shape[1]) for weight in weights]
 
-            def fast(inputs: list[torch.Tensor] = inputs, packed: Sequence[Packed] = packed) -> None:
+            def fast(inputs: list[torch.Tensor] = inputs, packed: list[PackedWeight] = packed) -> None:
                 for x, weight in zip(inputs, packed, strict=True):
                     linear(x, weight)
 
@@ -190,28 +191,29 @@ def elementwise_rows() -> list[Row]:
         qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
         q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         positions, slots = torch.arange(tokens), torch.arange(tokens)
-        caches = [b.kv_cache(32, 16, KV_HEADS, HEAD_DIM, torch.float32, "cpu") for b in (CpuBackend(), TorchBackend())]
+        backends = (CpuBackend(), TorchBackend())
+        caches = [b.kv_cache(32, 16, KV_HEADS, HEAD_DIM, torch.float32, "cpu") for b in backends]
         arguments = (q, k, v, cos, sin, positions)
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {
             "add_rms_norm": (
-                lambda x=x, r=residual: rms_norm.add_rms_norm(x, r, weight, 1e-5),
-                lambda x=x, r=residual: rms_norm.add_reference(x, r, weight, 1e-5),
+                partial(rms_norm.add_rms_norm, x, residual, weight, 1e-5),
+                partial(rms_norm.add_reference, x, residual, weight, 1e-5),
                 4 * x.nbytes,
             ),
             "silu_and_mul": (
-                lambda x=gate_up: activation.silu_and_mul(x),
-                lambda x=gate_up: activation.reference(x),
+                partial(activation.silu_and_mul, gate_up),
+                partial(activation.reference, gate_up),
                 gate_up.nbytes * 3 // 2,
             ),
             "rotary_write": (
-                lambda a=arguments, c=caches[0], s=slots: CpuBackend().rotary_write(*a, *c, s),
-                lambda a=arguments, c=caches[1], s=slots: TorchBackend().rotary_write(*a, *c, s),
+                partial(backends[0].rotary_write, *arguments, *caches[0], slots),
+                partial(backends[1].rotary_write, *arguments, *caches[1], slots),
                 2 * qkv.nbytes,
             ),
         }
         for op, (fast, plain, moved) in pairs.items():
-            times = [best_ms(run, 50) * LAYERS for run in (fast, plain)]
-            rows.append(Row(op, f"{tokens} tokens", *times, LAYERS * moved))
+            fast_ms, plain_ms = best_ms(fast, 50) * LAYERS, best_ms(plain, 50) * LAYERS
+            rows.append(Row(op, f"{tokens} tokens", fast_ms, plain_ms, LAYERS * moved))
     return rows
 
 
@@ -220,8 +222,8 @@ def argmax_rows() -> list[Row]:
     rows = []
     for tokens in (1, 32):
         x = torch.randn(tokens, VOCAB)
-        times = [best_ms(lambda x=x, f=f: f(x), 50) for f in (argmax.argmax, argmax.reference)]
-        rows.append(Row("argmax", f"{tokens} tokens", *times, x.nbytes))
+        fast_ms, plain_ms = best_ms(partial(argmax.argmax, x), 50), best_ms(partial(argmax.reference, x), 50)
+        rows.append(Row("argmax", f"{tokens} tokens", fast_ms, plain_ms, x.nbytes))
     return rows
 
 

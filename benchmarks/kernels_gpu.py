@@ -59,7 +59,7 @@ def timed_us(launches: list[Callable[[], object]], repeats: int = 7) -> float:
     for launch in launches[:2]:
         launch()
     torch.cuda.synchronize()
-    run = partial(_each, launches)
+    run: Callable[[], None] = partial(_each, launches)
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -75,7 +75,7 @@ def timed_us(launches: list[Callable[[], object]], repeats: int = 7) -> float:
         run()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(launches))
+        times.append(float(start.elapsed_time(end)) * 1e3 / len(launches))
     return statistics.median(times)
 
 
@@ -97,20 +97,25 @@ def ceilings() -> tuple[float, float]:
 def cases() -> Iterator[Case]:
     from kernels import activation, rms_norm, sampler
 
+    def norm(tokens: int) -> Callable[[], object]:
+        x, residual = _random(tokens, HIDDEN), _random(tokens, HIDDEN)
+        return partial(rms_norm.add_rms_norm, x, residual, _random(HIDDEN), 1e-6)
+
+    def swiglu(tokens: int) -> Callable[[], object]:
+        return partial(activation.silu_and_mul, _random(tokens, 2 * MLP))
+
     for tokens in (1, 256, 8192):
         yield Case(
             "add_rms_norm",
             f"{tokens} x {HIDDEN}",
             roofline.add_rms_norm(tokens, HIDDEN, 2),
-            lambda tokens=tokens: partial(
-                rms_norm.add_rms_norm, _random(tokens, HIDDEN), _random(tokens, HIDDEN), _random(HIDDEN), 1e-6
-            ),
+            partial(norm, tokens),
         )
         yield Case(
             "silu_and_mul",
             f"{tokens} x {MLP}",
             roofline.silu_and_mul(tokens, MLP, 2),
-            lambda tokens=tokens: partial(activation.silu_and_mul, _random(tokens, 2 * MLP)),
+            partial(swiglu, tokens),
         )
         for kv_dtype in (None, FP8):
             backend = _triton(kv_dtype)
@@ -200,10 +205,11 @@ def _attention(backend: AttentionBackend, sequences: int, queries: int, length: 
     def make() -> Callable[[], object]:
         block_size = backend.default_block_size
         blocks = -(-length // block_size)
-        caches = backend.kv_cache(sequences * blocks, block_size, KV_HEADS, HEAD_DIM, DTYPE, "cuda")
+        k_cache, v_cache = backend.kv_cache(sequences * blocks, block_size, KV_HEADS, HEAD_DIM, DTYPE, "cuda")
         for start in range(0, sequences * blocks * block_size, 65_536):
             slots = torch.arange(start, min(start + 65_536, sequences * blocks * block_size), device="cuda")
-            backend.write(*_random(2, len(slots), KV_HEADS, HEAD_DIM), *caches, slots)
+            k, v = _random(2, len(slots), KV_HEADS, HEAD_DIM)
+            backend.write(k, v, k_cache, v_cache, slots)
         metadata = AttentionMetadata(
             query_start=torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * queries,
             seq_lens=torch.full((sequences,), length, dtype=torch.int32, device="cuda"),
@@ -214,7 +220,7 @@ def _attention(backend: AttentionBackend, sequences: int, queries: int, length: 
             max_seq_len=length,
         )
         q = _random(sequences * queries, HEADS, HEAD_DIM)
-        return partial(backend.attend, q, *caches, metadata, HEAD_DIM**-0.5)
+        return partial(backend.attend, q, k_cache, v_cache, metadata, HEAD_DIM**-0.5)
 
     kind = "decode" if queries == 1 else "prompt"
     name = f"{backend.name} {kind}{_suffix(backend.kv_dtype)}"

@@ -78,7 +78,7 @@ class TimedRank:
             self._in_collectives += time.perf_counter() - began
             return result
 
-        ParallelGroup._wait = timed  # type: ignore[method-assign]
+        ParallelGroup._wait = timed  # type: ignore[assignment, method-assign]
         self._runner = load_rank(config, rank, store)
         self.info = self._runner.info
 
@@ -93,6 +93,12 @@ class TimedRank:
             took, in_collectives = time.perf_counter() - began, self._in_collectives - before
             self._steps.append((len(plan.rows), 1e3 * took, 1e3 * in_collectives))
         return result
+
+    def leave(self) -> bool:
+        return self._runner.leave()
+
+    def meet_again(self, word: str) -> list[str]:
+        return self._runner.meet_again(word)
 
     def close(self) -> None:
         self._runner.close()

@@ -116,7 +116,8 @@ def mixed(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def nano(bench: Bench) -> Iterator[dict[str, Any]]:
     prompts, outs = drawn_lengths(bench, MAX_NUM_SEQS)
-    bench.engine.samples = samples = []
+    samples: list[PoolSample] = []
+    bench.engine.samples = samples
     preemptions = bench.engine.stats().preemptions
     elapsed = bench.seconds(prompts, outs, temperature=0.6)
     bench.engine.samples = None

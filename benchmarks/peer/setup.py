@@ -89,7 +89,7 @@ def openvino_model(model: str, precision: str) -> Path:
     source = hf_model(model)
     folder = peers_dir() / f"{source.name}-openvino-{precision}"
     if not (folder / "openvino_model.xml").exists():
-        command = [environment("openvino").with_name("optimum-cli"), "export", "openvino", "--model", source]
+        command = [str(environment("openvino").with_name("optimum-cli")), "export", "openvino", "--model", str(source)]
         task = ["--task", "text-generation-with-past"]
         with tempfile.TemporaryDirectory(dir=peers_dir()) as work:
             _run([*command, *task, "--weight-format", precision, f"{work}/model"])

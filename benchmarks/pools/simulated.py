@@ -43,7 +43,7 @@ def trace(scale: float, seed: int = 0, length_s: float = 1200.0) -> list[Arrival
     rng = random.Random(seed)
     bursts = [60.0 + 70.0 * i + rng.uniform(0, 30) for i in range(6)]
     peak = 10.0 * scale
-    arrivals = []
+    arrivals: list[Arrival] = []
     at = 0.0
     while True:
         at += rng.expovariate(peak)

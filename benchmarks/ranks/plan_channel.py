@@ -10,6 +10,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.remote.shm_ring import Ring, RingReader, RingWriter
 from engine.remote.step_wire import PlanDecoder, PlanEncoder, decode_result, encode_result
@@ -72,7 +73,7 @@ def tcp_rank(address: tuple[str, int], rank: int) -> None:
 def meet(port: int, rank: int, size: int) -> None:
     """The leader is rank 0 of this group, and rank i of the model its rank i + 1."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    store = TCPStore("127.0.0.1", port, size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
 
 
@@ -102,7 +103,6 @@ def gloo_rank(port: int, rank: int, size: int, sequences: int) -> None:
     dist.destroy_process_group()
 
 
-@ray.remote(num_cpus=0)
 class ActorRank:
     def step(self, plan: StepPlan) -> StepResult:
         return answer(plan)
@@ -121,10 +121,11 @@ class Channels:
         door = Door("127.0.0.1", KEY)
         for rank in range(size):
             self._run(tcp_rank, door.address, rank)
-        store = dist.TCPStore("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
         for rank in range(size):
             self._run(gloo_rank, store.port, rank, size + 1, sequences)
-        self._actors = [ActorRank.remote() for _ in range(size)]
+        actor_class: Any = ray.remote(num_cpus=0)(ActorRank)
+        self._actors = [actor_class.remote() for _ in range(size)]
         ray.get([actor.step.remote(self.plan) for actor in self._actors])
         links = [door.accept(TIMEOUT_S) for _ in range(size)]
         self._links = {link.receive(TIMEOUT_S)[0]: link for link in links if link is not None}

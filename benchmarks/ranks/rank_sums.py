@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.parallel.group import ParallelGroup
 
