@@ -133,6 +133,7 @@ class ShadowRunner:
         if plan.copies is not None:
             self._copy(self.slots, plan.copies.out_blocks, self.host_slots, plan.copies.out_host)
             self._copy(self.host_slots, plan.copies.in_host, self.slots, plan.copies.in_blocks)
+        assert (np.diff(plan.query_start) > 0).all(), "a sequence with nothing to compute"
         updates = plan.block_updates
         self.tables[updates.rows, updates.columns] = updates.blocks
         self.max_tokens_in_a_step = max(self.max_tokens_in_a_step, plan.num_tokens)

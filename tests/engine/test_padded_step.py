@@ -51,7 +51,9 @@ def add(engine: Engine, num_prompts: int = len(PROMPTS), max_tokens: int = 20, *
     [
         (1, [1]),
         (3, [1, 2, 3]),
+        (5, [1, 2, 4, 5]),
         (8, [1, 2, 4, 8]),
+        (20, [1, 2, 4, 8, 16, 20]),
         (37, [1, 2, 4, 8, 16, 24, 32, 37]),
         (256, [1, 2, 4, *range(8, 257, 8)]),
     ],
@@ -130,6 +132,24 @@ def test_replayed_graphs_give_the_tokens_of_plain_steps(folder: Path, load: str,
     # Rows again, with another's leftovers in them, and prompts that the cache holds whole.
     add(engine, **params)
     assert drain(engine) == expected
+
+
+@pytest.mark.parametrize("most", [5, 20])
+def test_any_number_of_sequences_may_be_captured(folder: Path, most: int) -> None:
+    def tokens(engine: Engine) -> dict[str, list[int]]:
+        for i in range(most):
+            engine.add_request(
+                str(i), [5 + i, 9, 11], SamplingParams(temperature=0.0, max_tokens=1 + i, ignore_eos=True)
+            )
+        return drain(engine)
+
+    cuda = FakeCuda()
+    runner = runner_on(folder, cuda, capture=True, max_num_seqs=most)
+    assert runner.graphs is not None
+    assert list(runner.graphs._forward) == padded_sizes(most)[::-1]
+    cuda.log.clear()
+    assert tokens(Engine(runner)) == tokens(build_engine(folder, max_num_seqs=most))
+    assert cuda.log.count("replay") == 2 * (most - 1), "each step but the prompts'"
 
 
 @pytest.fixture

@@ -64,8 +64,7 @@ def test_a_prompt_around_a_block_boundary_sent_twice(mode: str, blocks: int, ext
     expected = shadow_continuation(prompt, 6, VOCAB)
     for attempt in ("cold", "warm"):
         e.add_request(attempt, prompt, params(6))
-        plans = drain(e)
-        assert plans[attempt] == expected
+        assert drain(e)[attempt] == expected
     assert_at_rest(e)
 
 
@@ -86,6 +85,8 @@ def test_identical_prompts_give_identical_tokens(mode: str) -> None:
         e.add_request(str(i), tokens(19), params(9))
     results = drain(e)
     assert all(results[str(i)] == shadow_continuation(tokens(19), 9, VOCAB) for i in range(8))
+    assert e.stats().cached_prompt_tokens == 7 * 16, "the full blocks are computed by one alone"
+    assert_at_rest(e)
 
 
 def test_requests_wait_for_blocks_that_are_being_computed_even_in_chunks(mode: str) -> None:
@@ -149,19 +150,25 @@ def test_a_cycled_cache_gives_the_first_answer_again(mode: str) -> None:
             e.add_request(f"{name}-{i}", tokens(20, 100 + i * 13), params(4))
             drain(e)
     assert answers[0] == answers[1] == shadow_continuation(tokens(21), 10, VOCAB)
+    assert e.stats().cached_prompt_tokens == 0, "the pool went round: nothing of the first was left"
 
 
-def test_a_prompt_longer_than_the_pool_is_refused_and_an_output_limit_is_clamped_to_it(mode: str) -> None:
-    e = engine(mode, num_blocks=4)  # 16 tokens
-    with pytest.raises(ContextLengthError, match=r"16 tokens.*at most 16"):
-        e.add_request("long", tokens(16), params(1))
+def test_a_prompt_longer_than_the_pool_is_refused_and_an_output_limit_is_clamped_to_it(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    e = engine(mode, num_blocks=6)
+    assert "a request may have 24 tokens instead of max_model_len 128" in caplog.text
+    for length in (24, 25):
+        with pytest.raises(ContextLengthError, match=rf"{length} tokens.*at most 24"):
+            e.add_request("long", tokens(length), params(1))
     e.add_request("clamped", tokens(10), params(100))
     e.add_request("small", tokens(2, 9), params(2))
     output = []
     while e.has_work():
         output.append(e.step())
     ended = {finished.request_id: finished for step in output for finished in step.finished}
-    assert ended["clamped"].num_output_tokens == 6
+    assert list(ended) == ["small", "clamped"], "the small one waits for nothing"
+    assert ended["clamped"].num_output_tokens == 14
     assert ended["clamped"].reason is FinishReason.LENGTH
     assert ended["small"].num_output_tokens == 2
     assert_at_rest(e)

@@ -9,7 +9,7 @@ import pytest
 
 from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
-from tests.tiny_models import EOS_ID
+from tests.tiny_models import BOS_ID, EOS_ID
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -59,6 +59,7 @@ async def test_a_completion_stream_has_openais_shape(scripted: Serve) -> None:
         events = await server.stream_complete(max_tokens=4)
         whole = (await server.complete(max_tokens=4)).json()
     assert {chunk["object"] for chunk in events.chunks} == {"text_completion"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in events.chunks}) == 1
     assert [chunk["choices"][0]["finish_reason"] for chunk in events.chunks[:-1]] == [None] * (len(events.chunks) - 1)
     assert events.finish_reasons == ["length"]
     assert events.text == whole["choices"][0]["text"]
@@ -68,11 +69,14 @@ async def test_a_completion_stream_has_openais_shape(scripted: Serve) -> None:
 async def test_one_token_is_delivered_whole(scripted: Serve, tokenizer: Tokenizer) -> None:
     token = tokenizer.encode("the")[0]
     async with scripted([token]) as server:
-        body = (await server.chat(max_tokens=1)).json()
-        events = await server.stream_chat(max_tokens=1, stream_options={"include_usage": True})
-    assert body["choices"][0]["message"]["content"] == events.text == tokenizer.decode([token])
-    assert body["choices"][0]["finish_reason"] == events.finish_reasons[0] == "length"
-    assert body["usage"]["completion_tokens"] == events.usage["completion_tokens"] == 1
+        options: dict[str, Any] = {"max_tokens": 1, "stream_options": {"include_usage": True}}
+        chat, completion = (await server.chat(max_tokens=1)).json(), (await server.complete(max_tokens=1)).json()
+        streams = await server.stream_chat(**options), await server.stream_complete(**options)
+    assert chat["choices"][0]["message"]["content"] == completion["choices"][0]["text"] == tokenizer.decode([token])
+    for body, events in zip((chat, completion), streams, strict=True):
+        assert events.text == tokenizer.decode([token])
+        assert [body["choices"][0]["finish_reason"]] == events.finish_reasons == ["length"]
+        assert body["usage"]["completion_tokens"] == events.usage["completion_tokens"] == 1
 
 
 async def test_a_chat_without_a_limit_runs_to_eos_or_the_context(scripted: Serve, tokenizer: Tokenizer) -> None:
@@ -146,10 +150,13 @@ async def test_an_empty_prompt_is_bos_where_the_tokenizer_adds_it(scripted: Serv
     backend.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     try:
         async with scripted([5]) as server:
-            body = (await server.complete("", max_tokens=1)).json()
+            answers = [await server.complete(prompt, max_tokens=1, return_token_ids=True) for prompt in ("", [""])]
+            error_of(await server.complete([]), 400)
     finally:
         backend.post_processor = before
-    assert body["usage"]["prompt_tokens"] == 1
+    for body in (answer.json() for answer in answers):
+        assert body["choices"][0]["prompt_token_ids"] == [BOS_ID]
+        assert body["usage"]["prompt_tokens"] == 1
 
 
 async def test_no_messages_is_refused(scripted: Serve) -> None:
@@ -174,9 +181,12 @@ async def test_what_a_chat_template_refuses_is_a_400(scripted: Serve, tokenizer:
 async def test_limits_that_are_none_are_refused(scripted: Serve, stream: bool) -> None:
     async with scripted() as server:
         for value in (-1, 1.5, "5"):
-            assert error_of(await server.chat(max_tokens=value, stream=stream), 400)["param"] == "max_tokens"
+            for name in ("max_tokens", "max_completion_tokens"):
+                assert error_of(await server.chat(stream=stream, **{name: value}), 400)["param"] == name
             assert error_of(await server.complete(max_tokens=value, stream=stream), 400)["param"] == "max_tokens"
         assert error_of(await server.chat(max_tokens=0, stream=stream), 400)["param"] == "max_tokens"
+        assert (await server.chat(max_tokens=1)).status_code == 200
+        await server.idle()
 
 
 async def test_completions_with_max_tokens_zero_make_no_token(scripted: Serve, tokenizer: Tokenizer) -> None:
@@ -225,20 +235,24 @@ async def test_several_prompts_are_choices_by_index(real: Serve, prompts: Any) -
 
 async def test_token_ids_out_of_the_vocabulary_are_refused(real: Serve) -> None:
     async with real() as server:
-        for prompt in ([384], [-1], [5, 10**12]):
-            assert error_of(await server.complete(prompt), 400)["param"] == "prompt"
         for stream in (False, True):
-            response = await server.complete("a", stop_token_ids=[384], stream=stream)
-            assert error_of(response, 400)["param"] == "stop_token_ids"
+            for prompt in ([384], [-1], [1.5], [True], [5, 10**12], [[5], [384]], [[5], [-1]]):
+                assert error_of(await server.complete(prompt, stream=stream), 400)["param"] == "prompt"
+            for stop in ([384], [-1], [1.5], [5, 10**12]):
+                response = await server.complete("a", stop_token_ids=stop, stream=stream)
+                assert error_of(response, 400)["param"].split("[")[0] == "stop_token_ids"
+        assert server.replica.stats().steps == 0
         assert (await server.complete([383])).status_code == 200
 
 
-async def test_cached_tokens_are_reported(real: Serve) -> None:
-    async with real(block_size=16) as server:
+@pytest.mark.parametrize(("block_size", "cached"), [(0, 48), (16, 48), (32, 32)], ids=["default", "16", "32"])
+async def test_cached_tokens_are_reported(real: Serve, block_size: int, cached: int) -> None:
+    """By the hashes that the ingress makes, of blocks of the size that the engine has chosen."""
+    async with real(block_size=block_size) as server:
         prompt = ids_of_length(50)
         cold, warm = [(await server.complete(prompt, temperature=0)).json() for _ in range(2)]
     assert cold["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+    assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
 
 
@@ -299,6 +313,11 @@ async def test_text_parts_make_the_same_prompt_as_their_join(scripted: Serve) ->
     async with scripted() as server:
         joined = (await server.chat("a\nb")).json()
         parts = (await server.chat([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])).json()
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        for stream in (False, True):
+            refused = await server.chat([{"type": "text", "text": "a"}, image], stream=stream)
+            assert error_of(refused, 400)["param"] == "messages[0].content"
+        assert (await server.chat()).status_code == 200
     assert parts["usage"]["prompt_tokens"] == joined["usage"]["prompt_tokens"]
     # Found in the prefix cache up to its last full block: the same tokens.
     assert parts["usage"]["prompt_tokens_details"]["cached_tokens"] == joined["usage"]["prompt_tokens"] // 4 * 4

@@ -44,7 +44,8 @@ async def entries_of(server: Server, **body: Any) -> tuple[str, list[dict[str, A
 async def test_one_entry_for_each_token_of_the_text(scripted: Serve, tokenizer: Tokenizer) -> None:
     script = pieces(tokenizer, "Hello there")
     async with scripted([*script, EOS_ID]) as server:
-        text, entries = await entries_of(server)
+        text, entries = await entries_of(server, top_logprobs=0)
+        assert await entries_of(server) == (text, entries)
         assert text == "Hello there"
         assert [entry["token"] for entry in entries] == [tokenizer.decode([i]) for i in script]
         assert all(entry["top_logprobs"] == [] and entry["logprob"] == -1.5 for entry in entries)

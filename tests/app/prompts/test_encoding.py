@@ -1,5 +1,6 @@
 """Stop strings, split characters and stop tokens, in a stream and not: the same text in both."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from engine.text.tokenizer import Tokenizer
 from tests.app.conftest import Serve
 from tests.app.harness import Server
-from tests.tiny_models import EOS_ID
+from tests.tiny_models import BOS_ID, EOS_ID
 
 
 def pieces(tokenizer: Tokenizer, *texts: str) -> list[int]:
@@ -66,7 +67,7 @@ async def test_characters_split_over_tokens_arrive_whole(scripted: Serve, tokeni
 async def test_a_character_cut_by_the_limit_is_one_replacement(scripted: Serve, tokenizer: Tokenizer) -> None:
     script = pieces(tokenizer, "A xyz🌶")
     async with scripted(script) as server:
-        for missing in (1, 2):
+        for missing in (1, 2, 3):
             text, reason, tokens = await both(server, max_tokens=len(script) - missing)
             assert (text, reason, tokens) == ("A xyz\ufffd", "length", len(script) - missing)
             assert text == tokenizer.decode(script[:-missing])
@@ -102,3 +103,25 @@ async def test_tokens_without_text_do_no_harm(scripted: Serve, tokenizer: Tokeni
         text, _, tokens = await both(server, max_tokens=len(script))
         assert tokens == len(script)
         assert text == tokenizer.decode(script)
+
+
+async def test_tokens_without_text_do_no_harm_to_others(real: Serve, tokenizer: Tokenizer) -> None:
+    continuation, lead = pieces(tokenizer, "é")[1], pieces(tokenizer, "🌶")[0]
+    async with real() as server:
+
+        async def plain(prompt: str) -> Any:
+            return (await server.complete(prompt, temperature=0, max_tokens=20, ignore_eos=True)).json()["choices"]
+
+        async def odd(seed: int) -> Any:
+            body = {"max_tokens": 20, "seed": seed, "ignore_eos": True, "return_token_ids": True}
+            allowed = [BOS_ID, EOS_ID, continuation, lead]
+            return (await server.complete("x", allowed_token_ids=allowed, **body)).json()["choices"][0]
+
+        prompts = ("hello", "the quick brown fox")
+        alone = [await plain(prompt) for prompt in prompts]
+        *together, first, second = await asyncio.gather(*map(plain, prompts), odd(1), odd(2))
+        assert together == alone
+        for choice in (first, second):
+            assert len(set(choice["token_ids"])) == 4
+            assert (choice["text"], choice["finish_reason"]) == (tokenizer.decode(choice["token_ids"]), "length")
+        await server.idle()
