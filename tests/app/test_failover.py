@@ -201,6 +201,19 @@ async def test_the_answer_is_that_of_an_undisturbed_run(model_dir: Path, tokeniz
         assert 0 < it.client.counts.longest_pause_s < 5
 
 
+async def test_a_request_without_a_seed_goes_on_by_the_one_that_the_ingress_drew(
+    model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(model_dir, tokenizer, 2) as (http, it):
+        body = {"prompt": "hello there", "stream": True} | SEEDED
+        expected = content(await http.post("/v1/completions", json=body))
+        monkeypatch.setattr("app.service.service._drawn_seed", lambda: SEEDED["seed"])
+        asked = asyncio.ensure_future(http.post("/v1/completions", json=body | {"seed": None}))
+        await it.kill_when(8)
+        assert content(await asked) == expected
+        assert it.client.counts.resubmitted == 1
+
+
 async def test_a_stop_string_that_began_before_the_loss_is_found_after_it(
     model_dir: Path, tokenizer: Tokenizer
 ) -> None:

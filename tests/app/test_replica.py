@@ -1,6 +1,8 @@
 """The engine replica without Serve: streams, aborts, resumption, refusals, health."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from engine.sampling_params import SamplingParams
 from engine.step_loop import StepLoop
 from tests.app.harness import until
 from tests.app.http.test_lifecycle import Faults, Gate
+from tests.live_server import REPOSITORY
 from tests.scripted import ScriptedRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -95,6 +98,49 @@ async def test_a_request_goes_on_after_the_tokens_it_brings(model_dir: Path) -> 
             whole, _ = await tokens(replica.submit(Submission("whole", [5, 6, 7], params), "ingress"))
             resumed = Submission("rest", [5, 6, 7], params, output_ids=whole[:8])
             assert await tokens(replica.submit(resumed, "ingress")) == (whole[8:], FinishReason.LENGTH)
+
+
+PROCESS_OF_THE_ENGINE = """
+import asyncio, sys
+import app.engine_deployment
+from app.engine_client import Submission
+from app.replica import EngineReplica
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.outputs import StepOutput
+from engine.sampling_params import SamplingParams
+from engine.step_loop import StepLoop
+from engine.structured.spec import StructuredOutputSpec
+from engine.text.tokenizer import Tokenizer
+
+Tokenizer.encode = Tokenizer.decode = Tokenizer.format_chat = Tokenizer.apply_chat_template = None
+
+async def main():
+    config = EngineConfig(
+        model=sys.argv[1], dtype="float32", max_model_len=128, num_gpu_blocks_override=32, num_threads=1
+    )
+    engine = Engine.from_config(config)
+    replica = EngineReplica(lambda on_output: StepLoop(engine, on_output))
+    ids = []
+    for i, more in enumerate(({"logprobs": 2}, {"structured_outputs": StructuredOutputSpec(regex="[ab]{9}")})):
+        params = SamplingParams(max_tokens=4, ignore_eos=True, **more)
+        async for message in replica.submit(Submission(str(i), [1, 2], params), "ingress"):
+            ids += message.token_ids if isinstance(message, StepOutput) else []
+    replica.close()
+    print(len(ids), *(name for name in sys.modules if name.startswith((
+        "app.http", "app.ingress", "app.prompts", "app.service", "app.openai.chat_request", "engine.text.detokenizer",
+        "engine.text.token_text", "starlette"))))
+
+asyncio.run(main())
+"""
+
+
+def test_the_process_of_the_engine_makes_no_text_and_reads_none(model_dir: Path) -> None:
+    """Where a form is asked for, it reads what bytes the tokens stand for, and nothing else of the tokenizer."""
+    command = [sys.executable, "-c", PROCESS_OF_THE_ENGINE, str(model_dir)]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["8"]
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "id"])

@@ -14,7 +14,10 @@ import pytest
 from ray.serve.config import HTTPOptions
 
 import app
+from app.admission import Claim
 from app.building import _resources, build_application
+from app.engine_client import EngineLimits
+from app.ingress import admission
 from app.resources import gpus_to_ask_for
 from app.settings import OTHER_VARIABLES, Settings, load_settings
 from engine.config import DEFAULT_MODEL, EngineConfig
@@ -270,6 +273,20 @@ def test_bounds_of_replicas_that_cross_are_an_error_that_names_both() -> None:
     with pytest.raises(ConfigError, match="min_replicas is 5, above max_replicas, which is 4"):
         load_settings({"max_replicas": 4, "min_replicas": 5}, environ={})
     assert load_settings({"min_replicas": 5}, environ={}).max_replicas is None
+
+
+async def test_serve_refuses_nothing_and_holds_nothing_back(tmp_path: Path) -> None:
+    """It would answer in plain text; and what waited behind a replica would wait in no fair order."""
+    args = {"model": str(tiny_models.llama(tmp_path / "model")), "max_num_seqs": 50, "num_ingress_replicas": 3}
+    ingress = app.build(args)._bound_deployment
+    config, engine = ingress._deployment_config, ingress.init_args[1]._bound_deployment._deployment_config
+    assert (config.max_queued_requests, engine.max_queued_requests) == (-1, -1)
+    assert config.max_ongoing_requests >= 10_000
+    queue = admission(load_settings(args, {}), EngineLimits(128, 50, 16, 384, kv_tokens=10**6))
+    assert queue.capacity == 63, "1.25 times what runs at once, and no more"
+    for i in range(100):
+        queue.reserve([Claim(1, f"tenant {i}")])
+    assert 63 < queue.outstanding * 3 <= engine.max_ongoing_requests
 
 
 def test_several_models_each_by_its_own_settings_over_those_of_all() -> None:

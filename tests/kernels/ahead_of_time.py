@@ -4,6 +4,7 @@ A stand-in for Triton's driver names the card; a launch is compiled with Triton'
 and not run. Nothing here needs a GPU.
 """
 
+import ast
 import contextlib
 import re
 import subprocess
@@ -18,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from kernels import gpu
 from kernels.attention import AttentionMetadata, HeadNorms
 from kernels.attention.backend import FP8
 from kernels.attention.triton_backend import TritonBackend
@@ -122,6 +124,13 @@ KERNELS = {
 }
 TENSOR_CORES = {"_sort_kernel", "_gate_up_kernel", "_down_kernel"}
 """Kernels that are used where Triton has tensor cores alone."""
+
+
+def launched_kernels() -> set[str]:
+    """What the sources of `kernels/gpu` launch: `kernel[grid](...)`."""
+    trees = [ast.parse(file.read_text()) for file in Path(gpu.__file__).parent.glob("*.py")]
+    calls = [node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {call.value.id for call in calls if isinstance(call, ast.Subscript) and isinstance(call.value, ast.Name)}
 
 
 def compile_all(capability: tuple[int, int]) -> dict[str, list[Compiled]]:

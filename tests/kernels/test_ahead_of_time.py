@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests.kernels import ahead_of_time
-from tests.kernels.ahead_of_time import CAPABILITIES, Compiled
+from tests.kernels.ahead_of_time import CAPABILITIES, Compiled, launched_kernels
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,10 @@ def compiled():
     """Capability -> case -> kernels. Two processes: the compiler runs in one thread."""
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         return dict(zip(CAPABILITIES, pool.map(ahead_of_time.compile_all, CAPABILITIES), strict=True))
+
+
+def test_every_kernel_that_is_launched_is_compiled_here():
+    assert launched_kernels() == ahead_of_time.KERNELS
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"{c[0]}{c[1]}")

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.kernels.ahead_of_time import launched_kernels
+
 FOLDER = Path(__file__).parent / "interpreted"
 
 
@@ -27,3 +29,4 @@ def test_every_triton_kernel_equals_its_reference_under_the_interpreter():
     passed = int(re.search(r"(\d+) passed", run.stdout)[1])
     assert passed >= len(files)
     assert "skipped" not in run.stdout
+    assert set(re.search(r"^launched: (.*)$", run.stdout, re.MULTILINE)[1].split()) == launched_kernels()
