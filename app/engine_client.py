@@ -104,6 +104,10 @@ class ReplicaLost(EngineFault):
     """The engine replica is gone, or closed under the request: it may go on elsewhere, after what it has delivered."""
 
 
+class CarrierLost(ReplicaLost):
+    """The call that brought its tokens was ended for another's sake: neither its replica nor the request failed."""
+
+
 class TokenStream(Protocol):
     """The open end of a submission."""
 

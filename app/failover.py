@@ -9,7 +9,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 
-from app.engine_client import Delivery, EngineClient, EngineLimits, ReplicaLost, Submission, TokenStream
+from app.engine_client import CarrierLost, Delivery, EngineClient, EngineLimits, ReplicaLost, Submission, TokenStream
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats
@@ -38,6 +38,7 @@ class FailoverClient:
 
     max_tries: resubmissions of a request in a row that bring no more than one token; the next loss is an error. One
         token proves nothing: a request that kills a replica in its first decode has got the first one from its prompt.
+        A `CarrierLost` is none of them.
     """
 
     def __init__(self, client: EngineClient, max_tries: int) -> None:
@@ -104,13 +105,15 @@ class FailoverStream:
     async def _go_on(self, error: Exception) -> None:
         """Submit again what is left, or raise `error` if that has been futile too often."""
         counts, first = self._owner.counts, self._submission
-        if self._futile >= self._owner.max_tries:
+        blameless = isinstance(error, CarrierLost)  # however often others leave just when it comes
+        if self._futile >= self._owner.max_tries and not blameless:
             counts.given_up += 1
             raise error
         self._lost_at = self._lost_at or self._heard_at or time.monotonic()
-        if self._futile:
-            await asyncio.sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._futile - 1)))
-        self._futile += 1
+        if not blameless:
+            if self._futile:
+                await asyncio.sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._futile - 1)))
+            self._futile += 1
         self._submitted += 1
         self._num_tokens = 0
         counts.resubmitted += 1

@@ -5,11 +5,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 
-from app.engine_client import Holding, Placed
+from app.engine_client import CarrierLost, Holding, Placed, ReplicaLost
 from app.transport.token_stream import ServeTokenStream, replica_lost
 
 Key = tuple[str, int]
 """A carrier: the replica, and which of its calls."""
+
+LEFT = "its own client left"
+"""Why a carrier ends that is cancelled here; others may just have been placed on it."""
 
 
 class Carriers:
@@ -19,7 +22,7 @@ class Carriers:
         self._unplaced: dict[ServeTokenStream, float] = {}  # and since when
         self._heard_at: dict[str, float] = {}  # by replica
         self._placed: defaultdict[Key, set[ServeTokenStream]] = defaultdict(set)
-        self._ended: dict[str, int] = {}  # by replica, the last carrier that has ended
+        self._ended: dict[str, tuple[int, str]] = {}  # by replica, the last carrier that has ended, and why
         self._unheld: set[ServeTokenStream] = set()  # by the last word of their replicas
 
     def add(self, stream: ServeTokenStream) -> None:
@@ -35,8 +38,9 @@ class Carriers:
         self._unplaced.pop(stream, None)
         if stream.closed:
             return
-        if self._ended.get(placed.replica, 0) >= placed.carrier:
-            stream.fail(replica_lost("carrier ended"))
+        number, why = self._ended.get(placed.replica, (0, ""))
+        if number >= placed.carrier:
+            stream.fail(_loss(why))
         else:
             self._placed[placed.replica, placed.carrier].add(stream)
 
@@ -57,10 +61,14 @@ class Carriers:
 
     def end(self, placed: Placed, why: str) -> None:
         """Nothing comes over a carrier any more: what has not ended, or is placed on it later, is lost. One that the
-        replica ends has told all ends; one that is cancelled may end as quietly, with some untold."""
-        self._ended[placed.replica] = max(placed.carrier, self._ended.get(placed.replica, 0))
+        replica ends has told all ends; one that is cancelled may end as quietly, with some untold. why: `LEFT` if it
+        was cancelled here."""
+        self._note_end(placed.replica, placed.carrier, why)
         for stream in list(self._placed.get((placed.replica, placed.carrier), ())):
-            stream.fail(replica_lost(why))
+            stream.fail(_loss(why))
+
+    def _note_end(self, replica: str, carrier: int, why: str) -> None:
+        self._ended[replica] = max((carrier, why), self._ended.get(replica, (0, "")))
 
     def waits_s(self) -> float:
         """How long the request under way that has heard least has heard nothing of its replica."""
@@ -74,7 +82,7 @@ class Carriers:
         lost = list(self._unplaced)
         for (replica, carrier), streams in self._placed.items():
             if replica in replicas:
-                self._ended[replica] = max(carrier, self._ended.get(replica, 0))
+                self._note_end(replica, carrier, "silent")
                 lost += streams
         for stream in lost:  # which may still run there, should it go on
             stream.fail(replica_lost("silent"), ended=False)
@@ -97,3 +105,7 @@ class Carriers:
             stream.fail(replica_lost("does not know the request"))
         self._unheld = unheld - self._unheld
         return bool(self._unheld)
+
+
+def _loss(why: str) -> ReplicaLost:
+    return CarrierLost(f"The call that carried its tokens has ended ({why}).") if why == LEFT else replica_lost(why)

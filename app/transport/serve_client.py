@@ -17,11 +17,11 @@ from uuid import uuid4
 from app.engine_client import EngineLimits, Message, Placed, Refusal, ReplicaLost, Submission
 from app.openai.errors import EngineFault
 from app.transport.broadcast import answers_of, ask_all
-from app.transport.carriers import Carriers
-from app.transport.token_stream import ServeTokenStream, replica_lost
+from app.transport.carriers import LEFT, Carriers
+from app.transport.token_stream import ServeTokenStream, loss_by, replica_lost
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
-from engine.outputs import EngineStats, FinishReason, StepOutput
+from engine.outputs import EngineStats, StepOutput
 
 LOAD_TIMEOUT_S = 60.0
 """Seconds that all replicas together have to read an adapter's files."""
@@ -111,7 +111,7 @@ class ServeEngineClient:
             if stream.placed is None:  # with the refusal, or without a word
                 stream.fail(ReplicaLost("The engine replica ended the request without saying how."))
             elif stream.placed.carries:
-                self.carriers.end(stream.placed, "carrier ended")
+                self.carriers.end(stream.placed, LEFT if stream.cancelled else "carrier ended")
 
     def _take(self, stream: ServeTokenStream, message: Message) -> None:
         if isinstance(message, StepOutput):
@@ -122,16 +122,16 @@ class ServeEngineClient:
             self.carriers.place(stream, message)
         elif isinstance(message, Refusal):
             stream.fail(message.to_error())
-        elif message.reason is FinishReason.ABORT or message.lost:
+        elif (loss := loss_by(message)) is not None:
             # Its tokens may have been lost with their carrier. Those on their way are not needed: it goes on after
             # what was delivered.
-            stream.fail(replica_lost("closed"))
+            stream.fail(loss)
 
     def _lose(self, stream: ServeTokenStream, error: BaseException) -> None:
         """A call broke. If it carried tokens, all whose tokens it carried are lost with it."""
         stream.fail(replica_lost(type(error).__name__))
         if (placed := stream.placed) is not None and placed.carries:
-            self.carriers.end(placed, type(error).__name__)
+            self.carriers.end(placed, LEFT if stream.cancelled else type(error).__name__)
 
     def _deliver(self, output: StepOutput) -> None:
         find = self._open.get
@@ -164,6 +164,7 @@ class ServeEngineClient:
         if stream.ended:
             return
         if alone:
+            stream.cancelled = True
             stream.response.cancel()
         if stream.placed is None or not alone:
             self._spawn(self._abort(stream.request_id))

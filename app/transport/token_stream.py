@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from app.engine_client import Delivery, Placed, ReplicaLost
+from app.engine_client import CarrierLost, Delivery, Placed, ReplicaLost
 from app.openai.errors import EngineFault
 from engine.outputs import Finished, FinishReason, TokenLogprobs
 
@@ -15,7 +15,7 @@ MAX_UNREAD_TOKENS = 8192
 class ServeTokenStream:
     """A submission over a Serve handle; see `TokenStream`.
 
-    ended: whether nothing is left to abort. placed: where it is, once that is known.
+    ended: whether nothing is left to abort. placed: where it is, once that is known. cancelled: whether its call is.
     """
 
     __slots__ = (
@@ -24,6 +24,7 @@ class ServeTokenStream:
         "_on_close",
         "_waiter",
         "cached_tokens",
+        "cancelled",
         "closed",
         "ended",
         "logprobs",
@@ -40,6 +41,7 @@ class ServeTokenStream:
         self.placed: Placed | None = None
         self.closed = False
         self.ended = False
+        self.cancelled = False
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -79,8 +81,8 @@ class ServeTokenStream:
 
     def end(self, finished: Finished) -> None:
         """How it ended. That nobody here asked for it is a loss, and none if the engine lost nothing by it."""
-        if finished.reason is FinishReason.ABORT or finished.lost:
-            self.fail(replica_lost("closed"))
+        if (loss := loss_by(finished)) is not None:
+            self.fail(loss)
         elif self._error is None:
             self.ended = True
             self._finished = finished
@@ -103,6 +105,14 @@ class ServeTokenStream:
             if not self._waiter.done():
                 self._waiter.set_result(None)
             self._waiter = None
+
+
+def loss_by(finished: Finished) -> ReplicaLost | None:
+    """What a request has lost by an end that nobody here asked for; None for any other end. An engine that lives aborts
+    it for its carrier alone."""
+    if finished.lost:
+        return replica_lost("closed")
+    return CarrierLost("The call that carried its tokens has ended.") if finished.reason is FinishReason.ABORT else None
 
 
 def replica_lost(why: str) -> ReplicaLost:

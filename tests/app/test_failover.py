@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from app.admission import Admission, Budget
-from app.engine_client import Submission
+from app.engine_client import ReplicaLost, Submission
 from app.failover import FailoverClient, FailoverStream
 from app.http.routes import create_app
 from app.prompts.chat import ChatSide
@@ -32,7 +32,7 @@ from engine.step_loop import StepLoop
 from engine.text.tokenizer import Tokenizer
 from tests.app.harness import parse_events, until
 from tests.app.http.test_lifecycle import Faults
-from tests.app.local_handle import LocalHandle
+from tests.app.local_handle import LocalCall, LocalHandle
 from tests.scripted import ScriptedRunner
 from tests.tiny_adapters import write_adapter
 
@@ -355,3 +355,50 @@ async def test_a_step_that_fails_is_an_error_and_no_loss() -> None:
         ids, reason = await tokens(it.client.submit(Submission("a", [1, 2], SamplingParams(max_tokens=80))))
         assert (len(ids), reason) == (4, FinishReason.ERROR)
         assert it.client.counts.resubmitted == 0
+
+
+class Distant(LocalCall):
+    """A call whose messages and whose cancellation take a while to arrive."""
+
+    async def __anext__(self) -> Any:
+        message = await super().__anext__()
+        await asyncio.sleep(DISTANCE_S)
+        return message
+
+    def cancel(self) -> None:
+        asyncio.get_running_loop().call_later(DISTANCE_S, super().cancel)
+
+
+DISTANCE_S = 0.05
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+async def test_one_placed_on_the_call_of_a_client_that_leaves_goes_on_and_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, is_placed: bool
+) -> None:
+    monkeypatch.setattr("tests.app.local_handle.LocalCall", Distant)
+    async with pool([scripted()], max_tries=0) as it:
+        (replica,) = it.replicas
+        leaver = it.client.submit(Submission("leaver", [1, 2], SamplingParams(max_tokens=80)))
+        if is_placed:
+            await anext(leaver)
+            leaver.close()
+        await until(lambda: replica.stats().num_running == 1, 2)
+        stream = it.client.submit(Submission("stays", [1, 2], SamplingParams(max_tokens=80)))
+        if not is_placed:
+            await until(lambda: replica.stats().num_running == 2, 2)
+            leaver.close()
+        assert len((await tokens(stream))[0]) == 80
+        assert (it.client.counts.resubmitted, it.client.counts.given_up) == (1, 0)
+        await until(lambda: not replica.stats().live_blocks, 2)
+
+
+async def test_a_replica_that_is_lost_is_one_also_where_the_carriers_own_request_has_ended() -> None:
+    async with pool([scripted()], max_tries=0) as it:
+        carrier = it.client.submit(Submission("carrier", [1, 2], SamplingParams(max_tokens=5)))
+        stream = it.client.submit(Submission("rider", [1, 2], SamplingParams(max_tokens=80)))
+        assert len((await tokens(carrier))[0]) == 5
+        it.handle.kill(it.replicas[0])
+        with pytest.raises(ReplicaLost):
+            await tokens(stream)
+        assert (it.client.counts.resubmitted, it.client.counts.given_up) == (0, 1)
