@@ -18,12 +18,12 @@ from app.http.routes import create_app
 from app.prompts.chat import ChatSide
 from app.prompts.chat_template import chat_templates
 from app.reports.door_reports import INTERVAL_S, report_queue
-from app.reports.peers import Peers, keep_learning
 from app.reports.pool import Pool, pool_of
 from app.reports.scrape import ModelStats
 from app.reports.signals import DoorReport
 from app.service.adapters import AdapterChange, Adapters
 from app.service.catalog import Catalog
+from app.service.peers import Peers, keep_learning
 from app.service.service import Service
 from app.settings import AppSettings, with_live
 from app.transport.broadcast import ask_all

@@ -1,4 +1,4 @@
-"""Who may come in: API keys, requests of one key at once, and pages of other origins."""
+"""Who may come in, and as whom: API keys, requests of one key at once, sessions, and pages of other origins."""
 
 import hmac
 from collections import Counter
@@ -11,15 +11,21 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.http.caller import TENANT, CallerContext
 from app.http.streaming import error_response
 from app.openai.errors import ApiError
+from app.service.caller import Caller, set_caller
 from engine.errors import ConfigError
 
 OPEN_PATHS = frozenset({"/health"})
 """Asked by what watches over the server, which has no key."""
 
 BUSY_RETRY_AFTER_S = 1
+
+SESSION_HEADER = "x-session-id"
+MAX_SESSION_LENGTH = 256
+
+TENANT = "nanoserve.tenant"
+"""Key of the ASGI scope under which `KeyCheck` leaves whose key it was."""
 
 
 class Doors:
@@ -113,6 +119,19 @@ class KeyCheck:
                 headers={"Retry-After": str(BUSY_RETRY_AFTER_S)},
             )
         return digest
+
+
+class CallerContext:
+    """Sets the caller for all that a request does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            session = Headers(scope=scope).get(SESSION_HEADER)
+            set_caller(Caller(scope.get(TENANT, ""), session[:MAX_SESSION_LENGTH] if session else None))
+        await self._app(scope, receive, send)
 
 
 def read_keys(keys: Sequence[str], file: str | None) -> list[str]:

@@ -9,6 +9,7 @@ from starlette.routing import Route
 from app import __version__, metrics
 from app.http.doors import Doors
 from app.http.streaming import Endpoint, EventStream, Handler, JsonResponse, error_response
+from app.off_loop import off_loop
 from app.openai.errors import ApiError, EngineFault
 from app.openai.openapi import docs_page, openapi
 from app.openai.requests import (
@@ -19,7 +20,6 @@ from app.openai.requests import (
     parse_tokenize,
     parse_unload_adapter,
 )
-from app.prompts.encoding import off_loop
 from app.service.answers import Answer
 from app.service.catalog import Catalog
 

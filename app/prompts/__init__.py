@@ -1,1 +1,1 @@
-"""What a request says, as token ids: a chat's template, and texts encoded off the event loop."""
+"""What a request says, as token ids: chats by their template, and texts."""

@@ -1,26 +1,15 @@
 """Prompts to token ids, without holding up the event loop for long ones."""
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
+from app.off_loop import INLINE_SIZE, off_loop
 from app.openai.errors import ApiError
 from app.prompts.chat_template import Chat, ChatTemplate
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
-INLINE_SIZE = 8_192
-"""Characters that are tokenised in the event loop, in about 7 ms; more of them go to a thread."""
-
 _TURN_SIZE = 16
 """What a message costs beside its content, in the same measure: the template runs over each."""
-
-
-async def off_loop(function: Callable[..., T], size: int, *args: Any) -> T:
-    """`function(*args)`, in a thread if `size`, in characters, bytes or tokens, says that it takes long."""
-    return function(*args) if size <= INLINE_SIZE else await asyncio.to_thread(function, *args)
 
 
 class PromptEncoder:

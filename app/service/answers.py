@@ -5,9 +5,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+from app.off_loop import off_loop
 from app.openai.responses import Body, Choice, Format, Part, Usage
 from app.openai.token_entries import PromptScorer, TokenEntry
-from app.prompts.encoding import off_loop
 from app.service.choices import Assembler
 from app.service.generation import Delta, Job, TextGenerator
 from engine.outputs import FinishReason, TokenLogprobs

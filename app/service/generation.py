@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from app.admission import Admission, Claim, Ticket
 from app.engine_client import Delivery, EngineClient, Submission
-from app.http.caller import current_caller
 from app.openai.errors import EngineFault
 from app.openai.responses import Usage
 from app.openai.token_entries import EntryAligner, TokenEntry
 from app.reports.request_stats import RequestStats
+from app.service.caller import current_caller
 from engine.block_hash import block_hashes
 from engine.lora.request import LoRARequest
 from engine.outputs import Finished, FinishReason, TokenLogprobs

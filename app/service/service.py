@@ -11,7 +11,7 @@ from typing import Any
 from app.admission import Admission
 from app.engine_client import EngineClient, EngineLimits
 from app.failover import FailoverClient, FailoverCounts
-from app.http.caller import current_caller
+from app.off_loop import INLINE_SIZE, off_loop
 from app.openai.chat_request import ChatRequest
 from app.openai.completion_request import CompletionRequest
 from app.openai.errors import ApiError
@@ -22,11 +22,12 @@ from app.openai.token_entries import PromptScorer
 from app.openai.tokenization import MAX_CHARACTERS, DetokenizeRequest, TokenizeRequest
 from app.prompts.chat import ChatSide, new_call_id
 from app.prompts.chat_template import Chat, ChatTemplate
-from app.prompts.encoding import INLINE_SIZE, PromptEncoder, off_loop
+from app.prompts.encoding import PromptEncoder
 from app.reports.pool import Pool
 from app.reports.request_stats import IngressStats
 from app.service.adapters import Adapters
 from app.service.answers import Answer, GeneratedAnswer, PromptOnlyAnswer
+from app.service.caller import current_caller
 from app.service.choices import Assembler, Echo, ParsedText, PlainText
 from app.service.generation import Job, TextGenerator
 from engine.bad_words import expand

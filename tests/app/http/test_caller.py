@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 
 from app.engine_client import Submission
-from app.http.caller import MAX_SESSION_LENGTH
-from app.http.doors import Doors
+from app.http.doors import MAX_SESSION_LENGTH, Doors
 from app.http.routes import create_app
 from app.ingress import admission
 from app.prompts.chat import ChatSide

@@ -9,9 +9,9 @@ import pytest
 
 from app.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from app.openai.errors import ApiError
-from app.reports.peers import ASK_AGAIN_S, keep_learning
 from app.service.adapters import AdapterChange, Adapters, ServedAdapter
 from app.service.catalog import Catalog
+from app.service.peers import ASK_AGAIN_S, keep_learning
 from engine.lora.request import LoRARequest
 
 
