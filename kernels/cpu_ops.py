@@ -245,6 +245,12 @@ def quantized_linear(
     return out
 
 
+def add_quantized_linear(
+    total: Tensor, x: Tensor, data: Tensor, scale: Tensor, rest: Tensor | None, n: int, bias: Tensor | None
+) -> None:
+    _ops.add_quantized_linear.default(total, x, data, scale, rest, n, bias)
+
+
 def norm_quantized_linear(
     x: Tensor,
     weight: Tensor,

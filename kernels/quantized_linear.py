@@ -51,6 +51,15 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return reference(x, weight, bias)
 
 
+def add_quantized_linear(total: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+    """total += `quantized_linear` of x, for a weight that is not gated. total: contiguous [rows, n], x: [rows, k]."""
+    if cpu_ops.usable(x):
+        data, scale, rest, n, _ = _operands(weight)
+        cpu_ops.add_quantized_linear(total, x, data, scale, rest, n, bias)
+    else:
+        total += reference(x, weight, bias)
+
+
 def ungated_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """As `quantized_linear`, of a gated weight too without its activation: float32 [..., n], gate columns first."""
     if not weight.gated:

@@ -19,6 +19,7 @@ class Attention:
     """Of the heads that this rank holds.
 
     rotary: None where q and k do not turn. window: tokens that a token sees, 0 for all before it.
+    adds: whether the output may go to the residual as it is.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class Attention:
         window: int,
         backend: AttentionBackend,
         *,
+        adds: bool,
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None = None,
     ) -> None:
         self.backend = backend
+        self.adds = adds
         self.rotary = rotary
         self.window = window
         self.soft_cap = config.attention_soft_cap
@@ -84,10 +87,11 @@ class Attention:
         positions: Tensor,
         cache: KVCache,
         metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden] -> (attention of the norm of their sum, their sum), both [tokens, hidden].
 
-        No residual counts as zero, no norm leaves the sum as it is. Writes the tokens' KV.
+        No residual counts as zero, also where this has added the one that it would return, in its place; no norm leaves
+        the sum as it is. Writes the tokens' KV.
         """
         qkv, residual = self.qkv.after_norm(norm, x, residual)
         if self.q_norm is None and self.rotary is not None:
@@ -95,7 +99,7 @@ class Attention:
                 qkv, self.num_heads, self.num_kv_heads, self.rotary, positions, cache, metadata,
                 self.scale, self.window, self.soft_cap,
             )  # fmt: skip
-            return self.output(out), residual
+            return self._project(out, residual)
         q, k, v = qkv.split(self._sizes, dim=-1)
         if self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -112,7 +116,10 @@ class Attention:
                 q, k, v, self.head_norms, *self.rotary, positions, k_cache, v_cache, metadata.slots
             )
         out = self.backend.attend(q, k_cache, v_cache, metadata, self.scale, self.window, self.soft_cap)
-        return self.output(out.flatten(1)), residual
+        return self._project(out.flatten(1), residual)
+
+    def _project(self, out: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.output.added(out, residual) if self.adds else (self.output(out), residual)
 
     def targets(self, prefix: str) -> dict[str, Target]:
         views = self.qkv.targets(prefix) | self.output.targets(prefix)

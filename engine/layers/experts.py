@@ -38,7 +38,7 @@ class Experts:
         self.router = Linear(config.hidden_size, {"gate": config.experts.count}, bias=False, dtype=dtype, device=device)
         self.group = shares.group
         self.experts = [
-            MLP(config, shares.expert_inner, None, dtype=dtype, device=device, quantization=quantization)
+            MLP(config, shares.expert_inner, None, adds=False, dtype=dtype, device=device, quantization=quantization)
             for _ in range(config.experts.count)
         ]
         self.gelu = config.activation == "gelu_tanh"
@@ -61,12 +61,16 @@ class Experts:
             stacks.append(stack)
         return stacks[0], stacks[1]
 
-    def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x, residual: [tokens, hidden] -> (experts of the norm of their sum, their sum), both [tokens, hidden]."""
-        if norm is None:
-            x = residual = residual + x
-        else:
+    def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, residual: [tokens, hidden] -> (experts of the norm of their sum, their sum), both [tokens, hidden].
+
+        No residual counts as zero.
+        """
+        if norm is not None and residual is not None:
             x, residual = norm.add(x, residual)
+        else:
+            residual = x if residual is None else residual + x
+            x = residual if norm is None else norm(residual)
         return self.mix(x, *self.route(x)), residual
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

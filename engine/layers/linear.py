@@ -14,7 +14,7 @@ from engine.parallel.group import ParallelGroup
 from engine.parallel.shares import Span
 from kernels.activation import gelu_and_mul, silu_and_mul
 from kernels.linear import PackedWeight, add_norm_linear, linear, pack_weight, packs
-from kernels.quantized_linear import norm_quantized_linear, quantized_linear
+from kernels.quantized_linear import add_quantized_linear, norm_quantized_linear, quantized_linear
 from kernels.quantized_weight import QuantizedWeight, quantize_weight
 
 Quantization = Literal["int8"]
@@ -77,6 +77,13 @@ class Linear:
             y = linear(x, self.weight, self.bias)
         return y if self._activate is None else self._activate(y)
 
+    def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """-> (y, residual) whose sum is to be, or (that sum in the place of residual, None) where this can add it."""
+        if not isinstance(self.weight, QuantizedWeight):
+            return self(x), residual
+        add_quantized_linear(residual, x, self.weight, self.bias)
+        return residual, None
+
     def after_norm(self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (y of the norm of x + residual, x + residual); no residual counts as zero, no norm leaves the sum."""
         if norm is None:
@@ -134,6 +141,9 @@ class SummedLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(super().__call__(x))
+
+    def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self(x), residual
 
 
 def row_linear(group: ParallelGroup | None, *args: Any, **kwargs: Any) -> Linear:

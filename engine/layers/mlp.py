@@ -15,6 +15,7 @@ class MLP:
     """inner: the features between the projections that this rank holds.
 
     group: None leaves the sum over the ranks to whoever uses this.
+    adds: whether the output may go to the residual as it is.
     waits: whether it looks at what is on the device, so that no CUDA graph can have it.
     """
 
@@ -26,10 +27,12 @@ class MLP:
         inner: Span,
         group: ParallelGroup | None,
         *,
+        adds: bool,
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None = None,
     ) -> None:
+        self.adds = adds
         self.gate_up = Linear(
             config.hidden_size,
             {"gate_proj": inner, "up_proj": inner},
@@ -50,10 +53,13 @@ class MLP:
             quantization=quantization,
         )
 
-    def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x, residual: [tokens, hidden] -> (MLP of the norm of their sum, their sum), both [tokens, hidden]."""
+    def __call__(self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden] -> (MLP of the norm of their sum, their sum), both [tokens, hidden].
+
+        No residual counts as zero, also where this has added the one that it would return, in its place.
+        """
         gated, residual = self.gate_up.after_norm(norm, x, residual)
-        return self.down(gated), residual
+        return self.down.added(gated, residual) if self.adds else (self.down(gated), residual)
 
     def targets(self, prefix: str) -> dict[str, Target]:
         return self.gate_up.targets(prefix) | self.down.targets(prefix)

@@ -44,6 +44,9 @@ class AdaptedLinear(Linear):
         tokens = self._step.tokens
         return self._plain(x) if tokens is None else self._adapted(x, tokens)
 
+    def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._plain.added(x, residual) if self._step.tokens is None else (self(x), residual)
+
     def after_norm(self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens = self._step.tokens
         if tokens is None:

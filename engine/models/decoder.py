@@ -43,16 +43,21 @@ class DecoderLayer:
         device: torch.device,
         quantization: Quantization | None,
     ) -> None:
+        self.residual_scale = config.residual_scale
+        self._norm_names = NORM_NAMES[config.norms]
+        adds = config.norms == "before" and config.residual_scale == 1.0
         self.attention = Attention(
-            config, shares, rotary, layer.window, backend, dtype=dtype, device=device, quantization=quantization
-        )
+            config, shares, rotary, layer.window, backend,
+            adds=adds, dtype=dtype, device=device, quantization=quantization,
+        )  # fmt: skip
         self.mlp: MLP | Experts
         if layer.sparse:
             self.mlp = Experts(config, shares, dtype=dtype, device=device, quantization=quantization)
         else:
-            self.mlp = MLP(config, shares.inner, shares.group, dtype=dtype, device=device, quantization=quantization)
-        self.residual_scale = config.residual_scale
-        self._norm_names = NORM_NAMES[config.norms]
+            self.mlp = MLP(
+                config, shares.inner, shares.group,
+                adds=adds, dtype=dtype, device=device, quantization=quantization,
+            )  # fmt: skip
         self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm = (
             RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device) if name else None
             for name in self._norm_names
@@ -60,8 +65,11 @@ class DecoderLayer:
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, cache: KVCache, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """x: what the layer before adds to the residual -> (what this one adds, the residual before it)."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """x: what the layer before adds to the residual -> (what this one adds, the residual before it).
+
+        No residual counts as zero: x is the sum, as it is before the first layer and where a layer has added.
+        """
         x, residual = self.attention(self.attention_norm, x, residual, positions, cache, metadata)
         x, residual = self.mlp(self.mlp_norm, self._scaled(x, self.attention_post_norm), residual)
         return self._scaled(x, self.mlp_post_norm), residual
@@ -164,9 +172,7 @@ class Decoder:
         x, residual = self.embed(token_ids), None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, positions, cache, metadata)
-        assert residual is not None
-        x, _ = self.norm.add(x, residual)
-        return x
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [tokens] -> [tokens, hidden]."""

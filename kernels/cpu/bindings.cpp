@@ -146,6 +146,9 @@ TORCH_LIBRARY(nanoserve, m) {
   m.def("argmax(Tensor x) -> Tensor");
   m.def(
       "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? rest, int n, bool gated, Tensor? bias) -> Tensor");
+  m.def(
+      "add_quantized_linear(Tensor(a!) sum, Tensor x, Tensor data, Tensor scale, Tensor? rest, int n, Tensor? bias) "
+      "-> ()");
   m.def("shared_sum(Tensor(a!) x, Tensor(b!) memory, int rank, int size, int number, float wait) -> int");
   m.def(
       "shared_gather(Tensor x, Tensor(a!) memory, int rank, int size, int number, float wait, Tensor(b!)? out) -> int");
@@ -182,6 +185,7 @@ TORCH_LIBRARY_IMPL(nanoserve, CPU, m) {
   m.impl("code_rows", &code_rows);
   m.impl("argmax", &argmax);
   m.impl("quantized_linear", &quantized_linear);
+  m.impl("add_quantized_linear", &add_quantized_linear);
   m.impl("norm_quantized_linear", &norm_quantized_linear);
   m.impl("add_norm_quantized_linear", &add_norm_quantized_linear);
 }

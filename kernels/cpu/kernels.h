@@ -140,9 +140,9 @@ constexpr int64_t kDecodedOutliers = 512;    // columns of weights that are deco
 constexpr float kOutlier = 2.0f;  // of the mean of a row's groups' largest: activations above it stay in float32
 
 // out: [rows, n] = x: [rows, k] times the quantised weight, plus the bias unless null. `gated`: the weight's rows are a
-// gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `norm`, unless null: the
-// weight of an RMSNorm that x goes through first. `residual`, unless null: is added before that, and the sum kept in
-// `total`.
+// gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `adds`: to what is in `out`.
+// `norm`, unless null: the weight of an RMSNorm that x goes through first. `residual`, unless null: is added before that,
+// and the sum kept in `total`.
 struct QuantizedLinear {
   const float* x;
   int64_t x_stride, rows, n, k;
@@ -152,7 +152,7 @@ struct QuantizedLinear {
   float* total;            // [rows, k]
   Codes codes;
   const float* bias;       // [n]
-  bool gated;
+  bool gated, adds;
   float* out;
   float* lines;       // scratch for each thread: kRowsAtOnce times line_floats
   void* activations;  // scratch: kActivationGroupBytes for each of the `row_groups` of `rows` rows, or of kLoneRows for each thread

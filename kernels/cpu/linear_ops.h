@@ -220,18 +220,19 @@ Tensor coded_rows(const Tensor& index, const Tensor& data, const Tensor& scale, 
   return out;
 }
 
-// (y, the sum of x and residual if there is one); norm and residual as in `QuantizedLinear`.
+// (y, the sum of x and residual if there is one); norm and residual as in `QuantizedLinear`. sum: y is added to it and is
+// it, unless it is undefined.
 std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTensor& residual_in,
                                              const MaybeTensor& norm_in, double eps, const Tensor& data,
                                              const Tensor& scale, const MaybeTensor& rest, int64_t n, bool gated,
-                                             const MaybeTensor& bias) {
+                                             const MaybeTensor& bias, const Tensor& sum = {}) {
   TORCH_CHECK_VALUE(x_in.dim() >= 1, "x must be [..., k], got a scalar");
   const int64_t k = x_in.size(-1), groups = (k + kGroup - 1) / kGroup, width = gated ? n / 2 : n;
   const Codes codes = whole_codes_of(data, scale, rest, n, k, gated);
   const Tensor x = rows_of(x_in, k);
   const Tensor bias_values = bias ? values_of(*bias, n, "bias") : Tensor();
   const Tensor norm = norm_in ? values_of(*norm_in, k, "weight") : Tensor();
-  Tensor residual, total, out = empty_result(x, width);
+  Tensor residual, total, out = sum.defined() ? sum : empty_result(x, width);
   if (residual_in) {
     check_float(*residual_in, "residual");
     TORCH_CHECK_VALUE(residual_in->sizes() == x.sizes(), "x and residual must have one shape, got ", x.sizes(), " and ",
@@ -251,7 +252,7 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
   active->quantized_linear(
       {x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, rows, n, k, data_of(residual), data_of(norm),
        static_cast<float>(eps), residual_in ? total.data_ptr<float>() : nullptr, codes, data_of(bias_values), gated,
-       out.data_ptr<float>(), memory + outliers, memory + outliers + lines, memory},
+       sum.defined(), out.data_ptr<float>(), memory + outliers, memory + outliers + lines, memory},
       static_cast<int>(team));
   return {out, total};
 }
@@ -259,6 +260,15 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
 Tensor quantized_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const MaybeTensor& rest, int64_t n,
                         bool gated, const MaybeTensor& bias) {
   return std::get<0>(quantized_product(x, std::nullopt, std::nullopt, 0.0, data, scale, rest, n, gated, bias));
+}
+
+void add_quantized_linear(const Tensor& sum, const Tensor& x, const Tensor& data, const Tensor& scale,
+                          const MaybeTensor& rest, int64_t n, const MaybeTensor& bias) {
+  check_float(sum, "sum");
+  TORCH_CHECK_VALUE(sum.dim() == 2 && x.dim() == 2 && sum.size(0) == x.size(0) && sum.size(1) == n &&
+                        sum.is_contiguous(),
+                    "sum must be contiguous [rows, ", n, "] for x [rows, k], got ", sum.sizes(), " and ", x.sizes());
+  quantized_product(x, std::nullopt, std::nullopt, 0.0, data, scale, rest, n, false, bias, sum);
 }
 
 Tensor norm_quantized_linear(const Tensor& x, const Tensor& weight, double eps, const Tensor& data,

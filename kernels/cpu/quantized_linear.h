@@ -88,11 +88,11 @@ INLINE void quantized_panel(const QuantizedLinear& a, const Activations& x, cons
     }
     float* to = out + r * width;
     if (columns == kPanel) {
-      for (int j = 0; j < kPanelVecs; ++j) store(to + j * kLanes, y[j]);
+      for (int j = 0; j < kPanelVecs; ++j) store(to + j * kLanes, a.adds ? load(to + j * kLanes) + y[j] : y[j]);
     } else {
       float* line = lines[0] + r * kPanel;
       for (int j = 0; j < kPanelVecs; ++j) store(line + j * kLanes, y[j]);
-      for (int64_t c = 0; c < columns; ++c) to[c] = line[c];
+      for (int64_t c = 0; c < columns; ++c) to[c] = a.adds ? to[c] + line[c] : line[c];
     }
   }
 }

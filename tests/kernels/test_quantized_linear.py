@@ -8,7 +8,13 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
 from kernels import cpu_ops, rms_norm
-from kernels.quantized_linear import norm_quantized_linear, quantize, quantized_linear, reference
+from kernels.quantized_linear import (
+    add_quantized_linear,
+    norm_quantized_linear,
+    quantize,
+    quantized_linear,
+    reference,
+)
 from kernels.quantized_weight import GROUP, QuantizedWeight, Rest, quantize_weight
 from tests.kernels.weights import q4_1
 
@@ -37,6 +43,17 @@ def test_quantized_linear_equals_reference(isa, rows, n, k, four_bits, gated):
     for b in (None, bias):
         close(quantized_linear(x, weight, b), reference(x, weight, b))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("n", "k", "four_bits"), [(576, 576, True), (100, 96, True), (2, 2, False), (50, 130, False)])
+@pytest.mark.parametrize("rows", [0, 1, 4, 9, 150, 300])
+def test_add_quantized_linear_adds_the_same_bits(isa, rows, n, k, four_bits):
+    _, weight = weight_of(n, k, four_bits=four_bits)
+    x, total = with_outliers(rows, k) if rows and k > 64 else torch.randn(rows, k), torch.randn(rows, n)
+    for bias in (None, torch.randn(n)):
+        expected = total + quantized_linear(x, weight, bias)
+        add_quantized_linear(total, x, weight, bias)
+        assert torch.equal(total, expected)
 
 
 @pytest.mark.parametrize(("n", "k"), [(960, 576), (100, 96)])
@@ -240,6 +257,10 @@ def test_wrong_shapes_are_refused():
         quantized_linear(torch.zeros(2, 64), wrong)
     with pytest.raises(ValueError, match="k up to 32"):
         quantized_linear(torch.zeros(2, 64), replace(four_bits, rest=None))
+    with pytest.raises(ValueError, match=r"sum must be contiguous \[rows, 50\]"):
+        add_quantized_linear(torch.zeros(3, 50), torch.zeros(2, 64), weight)
+    with pytest.raises(ValueError, match=r"sum must be contiguous"):
+        add_quantized_linear(torch.zeros(2, 100)[:, :50], torch.zeros(2, 64), weight)
     with pytest.raises(ValueError, match="one shape"):
         norm_quantized_linear(torch.zeros(2, 64), torch.zeros(3, 64), torch.ones(64), 1e-5, weight)
     with pytest.raises(ValueError, match=r"weight must be \[64\]"):
