@@ -169,9 +169,9 @@ class Admission:
             del self._held[ticket]
             self._count(ticket.claim, -1)
             self._released_at.append(self._clock())
-            self._grant_next()
         else:
             self._leave(ticket)
+        self._grant_next()  # where one left the queue, too: there may be room for those behind it
 
     def _lane(self, claim: Claim) -> FairQueue[Ticket]:
         return self._batch if claim.is_batch else self._ordinary

@@ -1,6 +1,8 @@
 """The admission queue alone, with a clock of its own."""
 
 import asyncio
+import math
+import random
 
 import pytest
 
@@ -186,6 +188,47 @@ async def test_a_budget_counts_tokens_and_lets_the_largest_in_when_nothing_else_
     large.release()
     last.release()
     assert admission.outstanding == admission.waiting == admission.waiting_tokens == 0
+
+
+async def test_one_that_leaves_the_head_of_the_queue_lets_those_behind_it_go_where_there_is_room_for_them() -> None:
+    admission = Admission(Budget(10, tokens=100), max_waiting=10)
+    (runs,), (large,), (small,) = (admission.reserve([Claim(n)]) for n in (60, 50, 30))
+    assert small.granted_at is None, "its turn comes behind the large one"
+    large.release()
+    assert small.granted_at is not None
+    assert runs.granted_at is not None
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_random_lives_leave_no_room_unused_and_no_count_wrong(seed: int) -> None:
+    draw, clock = random.Random(seed), Clock()
+    budget = Budget(
+        draw.choice((1, 2, 5)), draw.choice((math.inf, 10, 50)), draw.choice((None, 0, 2)), draw.choice((0, 2))
+    )
+    admission = Admission(budget, draw.choice((0, 1, 4)), draw.choice((0, 1, 2)), clock)
+    tickets: list[Ticket] = []
+    told: list[int] = []
+    for _ in range(150):
+        clock.now += draw.choice((0.0, 0.001, 1.0, 100.0))
+        what = draw.random()
+        try:
+            if what < 0.5:
+                claim = Claim(draw.choice((0, 1, 5, 60)), draw.choice("abc"), draw.choice((0, -9)), draw.random() < 0.3)
+                tickets += admission.reserve([claim] * draw.choice((1, 1, 7)))
+            elif what < 0.9 and tickets:
+                tickets.pop(draw.randrange(len(tickets))).release()
+            elif what < 0.95:
+                admission.resize(draw.choice((0, 1, 3)))
+            else:
+                admission.check(draw.choice("abcd"), draw.random() < 0.5)
+        except QueueFullError as error:
+            told.append(error.retry_after_s)
+        assert admission._next_to_grant() is None, "somebody waits for a place that is free"
+        assert admission.outstanding or not admission.waiting
+    assert all(1 <= seconds <= 120 for seconds in told)
+    for ticket in tickets:
+        ticket.release()
+    assert admission.outstanding == admission.waiting == admission.waiting_tokens == admission._held_tokens == 0
 
 
 async def test_the_budget_follows_the_number_of_replicas() -> None:
