@@ -1,6 +1,6 @@
 """What the ingress asks of the engine, and in which words: one small interface, whatever carries it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -89,10 +89,15 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a replica answers to one that has heard nothing for a while: its name, and the ids of its requests."""
+    """What a replica answers to one that has heard nothing for a while: its name, and the ids of its requests.
+
+    sent: how many messages its open carriers have for their ingresses so far, by the numbers of the carriers. The end
+    of a request that is not among `request_ids` is in one of these.
+    """
 
     replica: str
     request_ids: frozenset[str]
+    sent: Mapping[int, int]
 
 
 Message = Refusal | Placed | StepOutput | Finished
@@ -117,7 +122,7 @@ class TokenStream(Protocol):
         """The next delivery; the last has `finished` set.
 
         Raises `ApiError` 400 if the engine refused the request, `ReplicaLost`, `EngineDeadError`, and `EngineFault` if
-        its client does not read.
+        its client does not read or no replica will come for it.
         """
 
     def close(self) -> None:

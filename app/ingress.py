@@ -166,6 +166,5 @@ class IngressDeployment:
             await ask_all(engine, "note_door", report, timeout_s=INTERVAL_S)  # a replica that hangs holds up no report
 
         self._tasks.append(loop.create_task(report_queue(uuid4().hex, service.admission, send)))
-        carriers = transport.carriers
-        self._tasks.append(loop.create_task(watch(engine, pool, carriers.waits_s, carriers.lose, carriers.check)))
+        self._tasks.append(loop.create_task(watch(engine, pool, transport.carriers)))
         return service

@@ -132,7 +132,8 @@ class EngineReplica:
 
     def holding(self) -> Holding:
         """The requests whose end has not been told."""
-        return Holding(self.name, frozenset(self._outbox_of))
+        sent = {outbox.number: outbox.messages for outbox in self._outboxes.values()}
+        return Holding(self.name, frozenset(self._outbox_of), sent)
 
     def abort(self, request_id: str) -> None:
         """End a request by its id: idempotent, and good before the request has arrived."""

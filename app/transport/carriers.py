@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from app.engine_client import CarrierLost, Holding, Placed, ReplicaLost
-from app.transport.token_stream import ServeTokenStream, replica_lost
+from app.transport.token_stream import ServeTokenStream, engine_gone, replica_lost
 
 Key = tuple[str, int]
 """A carrier: the replica, and which of its calls."""
@@ -23,17 +23,26 @@ class Carriers:
         self._heard_at: dict[str, float] = {}  # by replica
         self._placed: defaultdict[Key, set[ServeTokenStream]] = defaultdict(set)
         self._ended: dict[str, tuple[int, str]] = {}  # by replica, the last carrier that has ended, and why
-        self._unheld: set[ServeTokenStream] = set()  # by the last word of their replicas
+        self._read: defaultdict[Key, int] = defaultdict(int)  # messages
+        # By the last word of their replicas, and how many messages of their carriers must bring the end.
+        self._unheld: dict[ServeTokenStream, int] = {}
 
     def add(self, stream: ServeTokenStream) -> None:
         """It is on its way to a replica."""
         self._unplaced[stream] = time.monotonic()
 
-    def hear(self, replica: str) -> None:
-        self._heard_at[replica] = time.monotonic()
+    @property
+    def has_unplaced(self) -> bool:
+        """Whether requests are on their way, or wait for a replica."""
+        return bool(self._unplaced)
+
+    def read(self, placed: Placed) -> None:
+        """What a message of a carrier brought has been delivered."""
+        self._heard_at[placed.replica] = time.monotonic()
+        self._read[placed.replica, placed.carrier] += 1
 
     def place(self, stream: ServeTokenStream, placed: Placed) -> None:
-        self.hear(placed.replica)
+        self._heard_at[placed.replica] = time.monotonic()
         stream.placed = placed
         self._unplaced.pop(stream, None)
         if stream.closed:
@@ -64,7 +73,9 @@ class Carriers:
         replica ends has told all ends; one that is cancelled may end as quietly, with some untold. why: `LEFT` if it
         was cancelled here."""
         self._note_end(placed.replica, placed.carrier, why)
-        for stream in list(self._placed.get((placed.replica, placed.carrier), ())):
+        key = placed.replica, placed.carrier
+        self._read.pop(key, None)
+        for stream in list(self._placed.get(key, ())):
             stream.fail(_loss(why))
 
     def _note_end(self, replica: str, carrier: int, why: str) -> None:
@@ -87,24 +98,37 @@ class Carriers:
         for stream in lost:  # which may still run there, should it go on
             stream.fail(replica_lost("silent"), ended=False)
 
-    def check(self, holdings: Iterable[Holding]) -> bool:
-        """Give up requests that their replica does not hold, as of two answers in a row: the word of their end is lost.
+    def give_up(self) -> None:
+        """End what waits for a replica: none will come."""
+        for stream in list(self._unplaced):  # its call is still open
+            stream.fail(engine_gone(), ended=False)
 
-        Returns whether there are some as of this answer, so that it is worth to ask again. One is on its way there, or
-        its end on the way here, when it is not held in a single answer.
+    def check(self, holdings: Iterable[Holding]) -> bool:
+        """Give up requests that their replica does not hold, when all that it had sent by then has been read and did
+        not bring their end: the word of that is lost.
+
+        Returns whether there are some whose end may still be on its way, so that it is worth to ask again: this side
+        can be seconds behind. A carrier that its replica has closed brings the rest; it has when nothing comes between
+        two answers.
         """
-        held = {holding.replica: holding.request_ids for holding in holdings}
-        unheld = {
-            stream
-            for (replica, _), streams in self._placed.items()
-            if replica in held
-            for stream in streams
-            if not stream.ended and stream.request_id not in held[replica]
-        }
-        for stream in unheld & self._unheld:
-            stream.fail(replica_lost("does not know the request"))
-        self._unheld = unheld - self._unheld
-        return bool(self._unheld)
+        unheld: dict[ServeTokenStream, int] = {}
+        for holding in holdings:
+            for key, streams in self._placed.items():
+                if key[0] != holding.replica:
+                    continue
+                read, sent = self._read.get(key, 0), holding.sent.get(key[1])
+                for stream in streams:
+                    if stream.ended or stream.request_id in holding.request_ids:
+                        continue
+                    must_read = self._unheld.get(stream)
+                    if must_read is None or (sent is None and read > must_read):
+                        unheld[stream] = read if sent is None else sent
+                    elif read < must_read:
+                        unheld[stream] = must_read
+                    else:
+                        stream.fail(replica_lost("does not know the request"))
+        self._unheld = unheld
+        return bool(unheld)
 
 
 def _loss(why: str) -> ReplicaLost:

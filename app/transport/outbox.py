@@ -17,18 +17,24 @@ class Outbox:
     number: of the carrier, for those that are placed on it.
     """
 
-    __slots__ = ("_arrived", "_ends", "_pending", "number")
+    __slots__ = ("_arrived", "_ends", "_pending", "_taken", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self._ends: dict[str, asyncio.Future[Finished]] = {}
         self._pending: StepOutput | None = None
+        self._taken = 0
         self._arrived = asyncio.Event()
 
     @property
     def open_ids(self) -> list[str]:
         """Requests that have not ended."""
         return list(self._ends)
+
+    @property
+    def messages(self) -> int:
+        """How many it takes to bring all that has come so far."""
+        return self._taken + self.waiting
 
     @property
     def busy(self) -> bool:
@@ -66,6 +72,7 @@ class Outbox:
         self._arrived.clear()
         output, self._pending = self._pending, None
         assert output is not None
+        self._taken += 1
         return output
 
 

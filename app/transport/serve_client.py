@@ -14,11 +14,13 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+from ray.serve.exceptions import DeploymentUnavailableError
+
 from app.engine_client import EngineLimits, Message, Placed, Refusal, ReplicaLost, Submission
 from app.openai.errors import EngineFault
 from app.transport.broadcast import answers_of, ask_all
 from app.transport.carriers import LEFT, Carriers
-from app.transport.token_stream import ServeTokenStream, loss_by, replica_lost
+from app.transport.token_stream import ServeTokenStream, engine_gone, loss_by, replica_lost
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
 from engine.outputs import EngineStats, StepOutput
@@ -105,6 +107,8 @@ class ServeEngineClient:
         except EngineDeadError as error:
             stream.fail(error)
             self._lose(stream, error)
+        except DeploymentUnavailableError:
+            stream.fail(engine_gone())
         except (Exception, asyncio.CancelledError) as error:
             self._lose(stream, error)
         else:
@@ -117,7 +121,7 @@ class ServeEngineClient:
         if isinstance(message, StepOutput):
             self._deliver(message)
             if stream.placed is not None:
-                self.carriers.hear(stream.placed.replica)
+                self.carriers.read(stream.placed)
         elif isinstance(message, Placed):
             self.carriers.place(stream, message)
         elif isinstance(message, Refusal):

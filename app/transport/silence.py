@@ -4,16 +4,21 @@ Serve would wait for them through three health checks. An ingress that has heard
 what they hold. Those that do not answer, twice, while others do, lose their requests, which go on elsewhere, and get
 none until they answer. One that is only busy, with a long step or a long compilation, does answer. All are asked now
 and then besides, in case the word of a request's end has been lost.
+
+Where there is no replica, a request waits for one to start, unless there will be none: Serve then refuses new calls,
+and forgets those that wait already.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
 from typing import Any
+
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from app.engine_client import Holding
 from app.reports.pool import Pool
 from app.transport.broadcast import ask_all
+from app.transport.carriers import Carriers
 
 SILENCE_S = 5.0
 """Seconds without a word on a request that is under way, after which all are asked."""
@@ -26,25 +31,22 @@ LOOK_S = 1.0
 CHECK_S = 10.0
 """Seconds between two looks at whether what is under way is still held."""
 
+REFUSAL_S = 0.5
+"""In which a call is refused that Serve will not take; it asks nobody for that."""
 
-async def watch(
-    handle: Any,
-    pool: Pool,
-    waits_s: Callable[[], float],
-    lose: Callable[[frozenset[str]], None],
-    check: Callable[[Iterable[Holding]], bool],
-) -> None:
+
+async def watch(handle: Any, pool: Pool, carriers: Carriers) -> None:
     """Keep `pool.silent` true, and no request waiting for a word that does not come. Never returns.
 
-    waits_s: how long the request that has heard least has heard nothing; 0 if there is none. lose: takes the requests
-    of replicas away, and those that may be on their way there. check: is told what replicas hold, and says whether it
-    must be told again soon.
+    handle, pool, carriers: of one engine deployment.
     """
     suspects: frozenset[str] = frozenset()
     unsure, checked_at = False, time.monotonic()
     while True:
         await asyncio.sleep(LOOK_S)
-        asked, waits = pool.replicas, waits_s()
+        if carriers.has_unplaced and not pool.replicas and await is_gone(handle):
+            carriers.give_up()
+        asked, waits = pool.replicas, carriers.waits_s()
         due = waits > 0 and time.monotonic() - checked_at > CHECK_S
         if not (pool.silent or suspects or unsure or due or waits > SILENCE_S):
             continue
@@ -54,10 +56,22 @@ async def watch(
             suspects = frozenset()
             continue
         holdings = [answer for answer in answers if isinstance(answer, Holding)]
-        unsure, checked_at = check(holdings), time.monotonic()
+        unsure, checked_at = carriers.check(holdings), time.monotonic()
         answered = frozenset(holding.replica for holding in holdings if holding.replica in asked)
         suspects, before = asked - answered if answered else frozenset(), suspects
         known = pool.silent
         pool.set_silent(suspects & (before | known))
         if new := pool.silent - known:
-            lose(new)
+            carriers.lose(new)
+
+
+async def is_gone(handle: Any) -> bool:
+    """Whether a deployment without replicas will have none: it was deleted, or could not start. One that sleeps, or
+    whose only replica is being replaced, holds calls back until there is a replica."""
+    try:
+        await asyncio.wait_for(handle.limits.remote(), REFUSAL_S)
+    except DeploymentUnavailableError:
+        return True
+    except Exception:  # it waits, or the replica that it reached is gone already
+        return False
+    return False

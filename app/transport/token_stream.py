@@ -107,6 +107,10 @@ class ServeTokenStream:
             self._waiter = None
 
 
+def engine_gone() -> EngineFault:
+    return EngineFault("No engine is left for the request: the application was taken away, or its engine cannot start.")
+
+
 def loss_by(finished: Finished) -> ReplicaLost | None:
     """What a request has lost by an end that nobody here asked for; None for any other end. An engine that lives aborts
     it for its carrier alone."""

@@ -8,6 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+
 from app.engine_client import EngineLimits
 from app.replica import EngineReplica
 from engine.lora.request import LoRARequest
@@ -91,7 +94,7 @@ class LocalHandle:
     """As much of a DeploymentHandle as `ServeEngineClient` uses, around replicas that are called in turn.
 
     calls: all that have been made. broadcasts: the same of those to every replica. avoided: replicas by name, which get
-    no call.
+    no call. waiting: calls that wait for a replica. deleted: whether the deployment is, which those are not told.
     """
 
     def __init__(self, replicas: Sequence[EngineReplica]) -> None:
@@ -101,6 +104,8 @@ class LocalHandle:
         self.calls: list[tuple[EngineReplica, LocalCall]] = []
         self.broadcasts: list[tuple[Any, ...]] = []
         self.avoided: Collection[str] = ()
+        self.deleted = False
+        self.waiting: set[Any] = set()
         self._unheard: dict[str, list[Callable[[], Any]]] = {}
         self._turns = itertools.count()
 
@@ -109,7 +114,9 @@ class LocalHandle:
 
     def remote(self, *args: Any) -> Any:
         if not args:
-            return self._limits()
+            return asyncio.ensure_future(self._limits())
+        if not self.replicas:
+            return LocalCall(self._unanswered())
         replicas = [replica for replica in self.replicas if replica.name not in self.avoided]
         replica = replicas[next(self._turns) % len(replicas)]
         call = LocalCall(replica.submit(*args))
@@ -134,7 +141,24 @@ class LocalHandle:
         self.broadcasts.append((method, *args))
         return LocalBroadcast([self._answer(replica, method, args) for replica in self.replicas])
 
+    async def _unanswered(self) -> AsyncGenerator[Any, None]:
+        await self._replica()
+        yield
+
+    async def _replica(self) -> None:
+        """There is one, or there is none and there never will be, which is told to those that come from now on."""
+        if self.deleted:
+            raise DeploymentUnavailableError(DeploymentID("engine"))
+        if not self.replicas:
+            call = asyncio.current_task()
+            self.waiting.add(call)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.waiting.discard(call)
+
     async def _limits(self) -> EngineLimits:
+        await self._replica()
         return self.replicas[0].limits()
 
     def _answer(self, replica: EngineReplica, method: str, args: tuple[Any, ...]) -> Any:

@@ -76,10 +76,12 @@ def scripted(step_ms: float = 2) -> Engine:
 
 async def tokens(stream: FailoverStream) -> tuple[list[int], FinishReason | None]:
     ids, reason = [], None
-    async for delivery in stream:
-        ids += delivery.token_ids
-        reason = delivery.finished.reason if delivery.finished else None
-    stream.close()
+    try:
+        async for delivery in stream:
+            ids += delivery.token_ids
+            reason = delivery.finished.reason if delivery.finished else None
+    finally:
+        stream.close()
     return ids, reason
 
 

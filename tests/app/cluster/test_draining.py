@@ -1,15 +1,18 @@
-"""Replicas that are told to go: by SIGTERM, or because fewer are wanted. No stream breaks."""
+"""Replicas that are told to go: by SIGTERM, because fewer are wanted, with their application. No stream just breaks."""
 
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import httpx
 import pytest
+from ray import serve
 
 from benchmarks.chaos import Report, Traffic
-from benchmarks.pools.local import Pool, application, kill
+from benchmarks.pools.local import APP, Pool, application, kill
 from tests.app.cluster.conftest import PORT, went_on
-from tests.app.harness import until
+from tests.app.harness import Events, parse_events, until
 
 BODIES = [
     {"prompt": [5 + i], "max_tokens": 300 + 100 * i, "ignore_eos": True, "stream": True, "return_token_ids": True,
@@ -59,3 +62,60 @@ def test_a_replica_too_many_ends_what_it_runs(pool: Pool) -> None:
 
     assert_all_end_whole(pool, shrink)
     assert went_on() == before, "each had the time to end where it was"
+
+
+def ask_and(pool: Pool, act: Callable[[], object], *max_tokens: int) -> list[Events]:
+    """Streams of these lengths, whole; once all have begun, `act` runs. None stands still for long."""
+    begun = 0
+
+    async def ask(http: httpx.AsyncClient, length: int) -> Events:
+        nonlocal begun
+        body = {"prompt": [5], "max_tokens": length, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            parts = []
+            async for part in response.aiter_bytes():
+                begun += not parts
+                parts.append(part)
+        return parse_events(httpx.Response(response.status_code, headers=response.headers, content=b"".join(parts)))
+
+    async def ask_all() -> list[Events]:
+        async with httpx.AsyncClient(base_url=pool.url, timeout=15) as http:
+            asked = [asyncio.ensure_future(ask(http, length)) for length in max_tokens]
+            await until(lambda: begun == len(asked), 30)
+            await asyncio.to_thread(act)
+            return await asyncio.gather(*asked)
+
+    return asyncio.run(ask_all())
+
+
+def test_an_ingress_that_gets_sigterm_ends_its_streams(pool: Pool) -> None:
+    (pid,) = pool.ingress_pids()
+    events = ask_and(pool, lambda: kill(pid, signal.SIGTERM), *[1500] * 8)
+    assert [(each.done, each.finish_reasons) for each in events] == [(True, ["length"])] * 8
+    pool.wait(lambda: not Path(f"/proc/{pid}").exists(), 20, "its process gone")
+    pool.wait(lambda: len(pool.ingress_pids()) == 1 and httpx.get(f"{pool.url}/health").is_success, 40, "the next one")
+
+
+def test_the_end_of_the_application_gives_its_streams_some_time_and_leaves_nothing(pool: Pool) -> None:
+    """12 of them want more than they get."""
+    pool.deploy(num_replicas=1, max_model_len=8192, graceful_shutdown_timeout_s=2.0)
+    pids = [*pool.engine_pids(), *pool.ingress_pids()]
+    events = ask_and(pool, lambda: serve.delete(APP), *[100] * 4, *[8000] * 12)
+    assert [(each.done, each.finish_reasons) for each in events[:4]] == [(True, ["length"])] * 4
+    assert [(each.done, each.names) for each in events[4:]] == [(False, ["error"])] * 12
+    assert httpx.get(f"{pool.url}/health").status_code == 404
+    pool.wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20, "its processes gone")
+
+
+def test_streams_that_wait_for_a_replica_end_when_their_application_does(pool: Pool) -> None:
+    pool.deploy(num_replicas=1, max_model_len=8192)
+
+    def kill_and_delete() -> None:
+        before = went_on()
+        kill(pool.engine_pids()[0])
+        pool.wait(lambda: went_on() >= before + 4, 10, "all wait to go on")
+        serve.delete(APP)
+
+    events = ask_and(pool, kill_and_delete, *[8000] * 4)
+    assert [(each.done, each.names) for each in events] == [(False, ["error"])] * 4
+    assert all("No engine is left" in each.chunks[-1]["error"]["message"] for each in events)

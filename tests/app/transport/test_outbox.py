@@ -15,10 +15,12 @@ async def test_what_nobody_has_read_is_added_up() -> None:
     outbox.add("a")
     outbox.put(StepOutput(["a"], [5], logprobs={"a": [ENTRY]}, prompt_logprobs={"a": [None]}, cached_tokens={"a": 16}))
     outbox.put(StepOutput(["a"], [6], [end("a")], logprobs={"a": [ENTRY]}, cached_tokens={"b": 32}))
+    assert outbox.messages == 1
     assert await outbox.take() == StepOutput(
         ["a", "a"], [5, 6], [end("a")], {"a": [ENTRY, ENTRY]}, {"a": [None]}, {"a": 16, "b": 32}
     )
     assert not outbox.busy
+    assert outbox.messages == 1
 
 
 def test_each_ingress_gets_its_own_and_nobody_what_is_not_there() -> None:

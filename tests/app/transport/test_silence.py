@@ -11,6 +11,7 @@ import pytest
 
 from app.engine_client import Submission
 from app.failover import FailoverClient
+from app.openai.errors import EngineFault
 from app.replica import EngineReplica
 from app.reports.pool import Pool
 from app.transport.serve_client import ServeEngineClient
@@ -21,7 +22,7 @@ from engine.sampling_params import SamplingParams
 from engine.step_loop import StepLoop
 from tests.app.harness import until
 from tests.app.http.test_lifecycle import Gate
-from tests.app.local_handle import LocalHandle
+from tests.app.local_handle import LocalCall, LocalHandle
 from tests.app.test_failover import tokens
 from tests.scripted import ScriptedRunner
 
@@ -68,13 +69,15 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def two_replicas() -> AsyncIterator[Silent]:
     it = Silent()
-
-    def lose(names: frozenset[str]) -> None:
-        it.handle.avoided = names  # as the router does
-        it.transport.carriers.lose(names)
-
     carriers = it.transport.carriers
-    watching = asyncio.ensure_future(watch(it.handle, it.pool, carriers.waits_s, lose, carriers.check))
+    lose = carriers.lose
+
+    def avoid_and_lose(names: frozenset[str]) -> None:
+        it.handle.avoided = names  # as the router does
+        lose(names)
+
+    carriers.lose = avoid_and_lose  # type: ignore[method-assign]
+    watching = asyncio.ensure_future(watch(it.handle, it.pool, carriers))
     try:
         yield it
     finally:
@@ -141,9 +144,11 @@ async def test_a_pause_that_ends_in_time_moves_nothing() -> None:
         assert it.client.counts.resubmitted == 0
 
 
-async def test_nobody_is_asked_while_tokens_come() -> None:
+async def test_nobody_is_asked_while_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.transport.silence.SILENCE_S", 0.5)  # a busy machine says nothing for a while, too
     async with two_replicas() as it:
-        await asyncio.gather(*it.ask(4))
+        for _ in range(6):
+            await asyncio.gather(*it.ask(4))
         assert names(it) == []
 
 
@@ -178,6 +183,33 @@ async def test_a_request_whose_end_is_not_told_goes_on(monkeypatch: pytest.Monke
             stream.close()
 
 
+async def test_tokens_that_are_read_late_are_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingress with too much to do is seconds behind its engines: requests have ended there, and not here yet."""
+    monkeypatch.setattr("app.transport.silence.CHECK_S", 0.05)
+    reading, read = asyncio.Event(), LocalCall.__anext__
+    reading.set()
+
+    async def read_late(call: LocalCall) -> Any:
+        await reading.wait()
+        return await read(call)
+
+    monkeypatch.setattr(LocalCall, "__anext__", read_late)
+    async with two_replicas() as it:
+        it.handle.avoided = ["replica 1"]
+        carrier = it.client.submit(Submission("carrier", [1, 2], SamplingParams(max_tokens=2 * NUM_TOKENS)))
+        asked = it.ask(3)
+        await until(lambda: it.gates[0].steps > 20, 5)
+        reading.clear()
+        await until(lambda: it.replicas[0].holding().request_ids == {"carrier"}, 5)
+        it.gates[0].open.clear()
+        looks = names(it).count("holding")
+        await until(lambda: names(it).count("holding") >= looks + 4, 5)
+        reading.set()
+        assert [len(ids) for ids, _ in await asyncio.gather(*asked)] == [NUM_TOKENS] * 3
+        assert it.client.counts.resubmitted == 0
+        carrier.close()
+
+
 async def test_requests_under_way_are_looked_after_though_all_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.transport.silence.CHECK_S", 0.05)
     monkeypatch.setattr("app.transport.silence.SILENCE_S", 100.0)
@@ -193,6 +225,40 @@ async def test_statistics_and_health_are_those_of_the_replicas_that_answer(monke
         it.stop(0)
         assert len(await it.client.stats()) == 1
         await asyncio.wait_for(it.client.check_health(), 1)  # at the first good answer: after no time-out
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_requests_that_wait_for_a_replica_end_when_none_will_come(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """begun: they ran, and wait to go on; else the deployment was asleep."""
+    monkeypatch.setattr("app.transport.silence.REFUSAL_S", 0.05)
+    async with two_replicas() as it:
+        asked = it.ask(4) if begun else []
+        if begun:
+            await until(lambda: all(gate.steps > 5 for gate in it.gates), 5)
+        for replica in it.replicas:
+            it.handle.kill(replica)
+        it.pool.update([])
+        asked = asked or it.ask(4)
+        await until(lambda: len(it.handle.waiting) >= 4, 5)
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in asked), "one may start"
+        it.handle.deleted = True
+        for answer in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5):
+            assert type(answer) is EngineFault
+        await until(lambda: not it.handle.waiting, 5)
+
+
+async def test_a_request_that_comes_when_the_deployment_is_deleted_ends_at_once() -> None:
+    async with two_replicas() as it:
+        for replica in it.replicas:
+            it.handle.kill(replica)
+        it.handle.deleted = True
+        (asked,) = it.ask(1)
+        with pytest.raises(EngineFault, match="No engine is left"):
+            await asyncio.wait_for(asked, 5)
+        assert it.client.counts.resubmitted == 0
 
 
 @pytest.fixture
