@@ -56,15 +56,26 @@ class Claim:
     is_batch: bool = False
 
 
+@dataclass(slots=True)
+class Together:
+    """The tickets of one request. has_begun: whether one of them has been granted."""
+
+    has_begun: bool = False
+
+
 class Ticket:
-    """The right to one submission, granted now or when its turn comes; given back by `release`."""
+    """The right to one submission, granted now or when its turn comes; given back by `release`.
 
-    __slots__ = ("_admission", "_granted", "asked_at", "claim", "granted_at")
+    together: with the others of its request.
+    """
 
-    def __init__(self, admission: "Admission", claim: Claim, now: float) -> None:
+    __slots__ = ("_admission", "_granted", "asked_at", "claim", "granted_at", "together")
+
+    def __init__(self, admission: "Admission", claim: Claim, now: float, together: Together) -> None:
         self._admission = admission
         self._granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.claim = claim
+        self.together = together
         self.asked_at = now
         self.granted_at: float | None = None
 
@@ -79,6 +90,7 @@ class Ticket:
 
     def _grant(self, now: float) -> None:
         self.granted_at = now
+        self.together.has_begun = True
         if not self._granted.done():
             self._granted.set_result(None)
 
@@ -156,7 +168,8 @@ class Admission:
             self._leave(loser)
             loser._refuse(self._error())
         now = self._clock()
-        tickets = [Ticket(self, claim, now) for claim in claims]
+        together = Together()
+        tickets = [Ticket(self, claim, now, together) for claim in claims]
         for ticket in tickets:
             claim = ticket.claim
             self._lane(claim).push(ticket, claim.tenant, now + PRIORITY_S * claim.priority, claim.tokens)
@@ -229,14 +242,15 @@ class Admission:
         return bool(self.waiting) or not self._has_room(claim)
 
     def _who_gives_way(self, claim: Claim) -> Ticket | None:
-        """Whose place a newcomer may have: the batch class's, or the last of a tenant that has more than it would."""
+        """Whose place a newcomer may have: the batch class's, or the last of a tenant that has more than it would. One
+        that belongs to a request under way only if there is no other: all that it has had is lost with it."""
         if not claim.is_batch and (tenant := self._batch.longest()) is not None:
-            return self._batch.last_of(tenant)
+            return self._batch.last_of(tenant, spare=_has_begun)
         lane = self._lane(claim)
         tenant = lane.longest()
         if tenant is None or lane.num_waiting(tenant) <= lane.num_waiting(claim.tenant) + 1:
             return None
-        return lane.last_of(tenant)
+        return lane.last_of(tenant, spare=_has_begun)
 
     def _error(self) -> QueueFullError:
         """Each that is sent away is promised a place of its own, so that they do not all come back at once."""
@@ -261,3 +275,7 @@ class Admission:
         age = now - oldest.granted_at if oldest is not None and oldest.granted_at is not None else 0.0
         least = _UNKNOWN_PACE_S if self._replicas else _START_S
         return max(age, least) / (self._budget.requests * max(1, self._replicas))
+
+
+def _has_begun(ticket: Ticket) -> bool:
+    return ticket.together.has_begun

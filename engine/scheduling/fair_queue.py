@@ -10,7 +10,7 @@ Standard library only; every operation takes O(log n).
 """
 
 import heapq
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 PRIORITY_S = 60.0
@@ -164,12 +164,14 @@ class FairQueue(Generic[T]):
         """The tenant with the most entries; None when nothing waits. O(tenants)."""
         return max(self._waiting, key=self.num_waiting, default=None)
 
-    def last_of(self, tenant: str) -> T | None:
-        """The entry of a tenant that would be served last. O(its entries)."""
+    def last_of(self, tenant: str, spare: Callable[[T], bool] = lambda item: False) -> T | None:
+        """The entry of a tenant that would be served last, of those that `spare` does not name if there are any.
+        O(its entries)."""
         state = self._waiting_tenant(tenant)
         if state is None:
             return None
-        return max(place for entries in state.entries for place in entries if place[1].waits)[1].item
+        places = (place for entries in state.entries for place in entries if place[1].waits)
+        return max(places, key=lambda place: (not spare(place[1].item), place))[1].item
 
     def _enter(self, entry: Entry[T]) -> None:
         tenant, kind = entry.tenant, entry.kind

@@ -274,6 +274,20 @@ async def test_a_flood_that_fills_the_queue_gives_way_to_others() -> None:
         admission.check("b")  # it has half of it now
 
 
+async def test_a_request_of_several_outputs_that_is_under_way_gives_way_last() -> None:
+    admission = Admission(Budget(2), max_waiting=4)
+    outputs = admission.reserve([Claim(tenant="a", priority=1)] * 5)
+    (single,) = admission.reserve([Claim(tenant="a")])
+    admission.reserve([Claim(tenant="b")])
+    with pytest.raises(QueueFullError):
+        await asyncio.wait_for(single.granted(), 1)
+    assert not any(ticket._granted.done() for ticket in outputs[2:])
+    single.release()
+    admission.reserve([Claim(tenant="c")])
+    with pytest.raises(QueueFullError):  # now there is nothing else that could
+        await outputs[-1].granted()
+
+
 async def test_the_batch_class_runs_where_there_is_room_and_waits_behind_all_others() -> None:
     admission = Admission(Budget(5, batch_requests=4), max_waiting=3)
     batch = admission.reserve([Claim(is_batch=True)] * 7)
