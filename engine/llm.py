@@ -1,6 +1,7 @@
 """The offline door: text in, text out, in one process."""
 
 import itertools
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +26,7 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "Message", "Prompt", "RequestOu
 
 
 class LLM:
-    """A model and its engine, for batches of prompts. Not thread-safe.
+    """A model and its engine, for batches of prompts. Calls from several threads take turns.
 
     settings: fields of `EngineConfig`, with `model` an alias, a folder, a `.gguf` file or a Hub repository id.
     Raises `ConfigError` for what cannot be.
@@ -41,6 +42,7 @@ class LLM:
         self._default_params = SamplingParams(**default_sampling(self.engine.info.model_path, config.generation_config))
         self._token_texts = TokenTexts(self.tokenizer)
         self._ids = itertools.count()
+        self._turn = threading.RLock()
         self._closed = False
 
     @classmethod
@@ -50,6 +52,7 @@ class LLM:
         llm.engine, llm.tokenizer, llm._ids, llm._closed = engine, tokenizer, itertools.count(), False
         llm._default_params = SamplingParams()
         llm._token_texts = TokenTexts(tokenizer)
+        llm._turn = threading.RLock()
         return llm
 
     def generate(
@@ -71,7 +74,8 @@ class LLM:
         for index, prompt in enumerate(listed(prompts)):
             with naming(f"prompts[{index}]"):
                 jobs.append(read_prompt(prompt, self.tokenizer))
-        return self._run("prompts", jobs, sampling_params, use_tqdm, lora_request)
+        with self._turn:
+            return self._run("prompts", jobs, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -100,12 +104,14 @@ class LLM:
                     **(chat_template_kwargs or {}),
                 )
             jobs.append((self.tokenizer.decode(ids, skip_special_tokens=False), ids))
-        return self._run("messages", jobs, sampling_params, use_tqdm, lora_request)
+        with self._turn:
+            return self._run("messages", jobs, sampling_params, use_tqdm, lora_request)
 
     def close(self) -> None:
         """Free the model's memory; idempotent. Prompts after it raise `EngineDeadError`."""
-        self._closed = True
-        self.engine.close()
+        with self._turn:
+            self._closed = True
+            self.engine.close()
 
     def _run(
         self,

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,15 @@ def test_interrupt_waits_for_the_step_and_ends_all() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     (result,) = llm.generate(PROMPT, SamplingParams(max_tokens=4), use_tqdm=False)
     assert facts(result)[0] == "aaaa"
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = [f"hello {i}" for i in range(12)]
+    alone = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda prompt: llm.generate(prompt, params, use_tqdm=False)[0], prompts))
+    assert [output.outputs[0].token_ids for output in found] == alone
 
 
 def test_failed_step_ends_its_requests_only() -> None:
