@@ -218,13 +218,14 @@ static void attend_item(const Attention& a, const Item& item, const Item* follow
 
 template <typename Stored>
 static void attend_as(const Attention& a, int threads) {
-  int64_t next = 0;
-  team(static_cast<int>(min(threads, a.num_items)), [&](int) {
+  const int team_size = static_cast<int>(min(threads, a.num_items));
+  Shares items = even_shares(team_size, a.num_items);  // of sequences, whose rows other kernels share out too
+  team(team_size, [&](int thread) {
     Scratch scratch;
-    int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-    while (i < a.num_items) {
-      const int64_t following = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      attend_item<Stored>(a, a.items[i], following < a.num_items ? &a.items[following] : nullptr, scratch);
+    int64_t turn = 0, end;
+    for (int64_t i = take(items, thread, 1, turn, end); i >= 0;) {
+      const int64_t following = take(items, thread, 1, turn, end);
+      attend_item<Stored>(a, a.items[i], following >= 0 ? &a.items[following] : nullptr, scratch);
       i = following;
     }
   });

@@ -139,6 +139,15 @@ constexpr int64_t kQuantizedRowBlock = 128;  // rows of an item: their activatio
 constexpr int64_t kDecodedOutliers = 512;    // columns of weights that are decoded once for all outliers of a row block
 constexpr float kOutlier = 2.0f;  // of the mean of a row's groups' largest: activations above it stay in float32
 
+// Rows of a block that threads have begun to quantise, and those that are done.
+struct BlockProgress {
+  int64_t taken, done;
+};
+
+static_assert(sizeof(BlockProgress) == 16);
+
+static inline int64_t row_blocks_in(int64_t rows) { return (rows + kQuantizedRowBlock - 1) / kQuantizedRowBlock; }
+
 // out: [rows, n] = x: [rows, k] times the quantised weight, plus the bias unless null. `gated`: the weight's rows are a
 // gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `adds`: to what is in `out`.
 // `norm`, unless null: the weight of an RMSNorm that x goes through first. `residual`, unless null: is added before that,
@@ -157,6 +166,7 @@ struct QuantizedLinear {
   float* lines;       // scratch for each thread: kRowsAtOnce times line_floats
   void* activations;  // scratch: kActivationGroupBytes for each of the `row_groups` of `rows` rows, or of kLoneRows for each thread
   void* outliers;     // scratch for each thread: outlier_bytes
+  BlockProgress* progress;  // scratch for each row block
 };
 
 // A row of whole groups, and a number of each of them in whole groups.

@@ -246,13 +246,15 @@ std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTens
   const int64_t quantized = std::max(rows, kLoneRows * team) * row_groups(groups, rest.has_value()) *
                             (kActivationGroupBytes / 4);
   const int64_t outliers = team * outlier_bytes(rows, groups) / 4;
-  Tensor scratch = at::empty({outliers + lines + quantized}, x.options());
+  const int64_t progress = (row_blocks_in(rows) + 3) / 4 * 16;  // in whole cache lines, as `outliers` is
+  Tensor scratch = at::empty({outliers + progress + lines + quantized}, x.options());
   float* memory = scratch.data_ptr<float>();
   const auto data_of = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<float>() : nullptr; };
   active->quantized_linear(
       {x.const_data_ptr<float>(), x.dim() == 2 ? x.stride(0) : k, rows, n, k, data_of(residual), data_of(norm),
        static_cast<float>(eps), residual_in ? total.data_ptr<float>() : nullptr, codes, data_of(bias_values), gated,
-       sum.defined(), out.data_ptr<float>(), memory + outliers, memory + outliers + lines, memory},
+       sum.defined(), out.data_ptr<float>(), memory + outliers + progress, memory + outliers + progress + lines, memory,
+       reinterpret_cast<BlockProgress*>(memory + outliers)},
       static_cast<int>(team));
   return {out, total};
 }

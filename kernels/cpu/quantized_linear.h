@@ -161,34 +161,36 @@ INLINE void quantize_rows(const QuantizedLinear& a, int64_t row, int64_t count, 
   for (int64_t r = 0; r < count; ++r) quantize_values(lines + r * width, lines + r * width + whole, to.from(row + r));
 }
 
+// The rows of the block that begins at `row`, together with all threads that come here meanwhile.
+INLINE void quantize_block(const QuantizedLinear& a, int64_t row, int64_t rows, int thread, float* lines,
+                           const Activations& x) {
+  BlockProgress& progress = a.progress[row / kQuantizedRowBlock];
+  for (int64_t first; (first = __atomic_fetch_add(&progress.taken, kRowsAtOnce, __ATOMIC_RELAXED)) < rows;) {
+    const int64_t count = min(kRowsAtOnce, rows - first);
+    quantize_rows(a, row + first, count, lines, a.total, x);
+    __atomic_fetch_add(&progress.done, count, __ATOMIC_RELEASE);
+  }
+  wait_for(&progress.done, rows, thread);
+}
+
 static void quantized_linear(const QuantizedLinear& a, int threads) {
   const int64_t groups = (a.k + kGroup - 1) / kGroup;
   const int64_t panels = ((a.gated ? a.n / 2 : a.n) + kPanel - 1) / kPanel;
-  const int64_t row_blocks = (a.rows + kQuantizedRowBlock - 1) / kQuantizedRowBlock;
+  const int64_t row_blocks = row_blocks_in(a.rows);
   // Neighbouring panels go to one thread, so that its reads are one stream; several turns even out what each gets.
   const int64_t run = row_blocks > 1 ? 1 : max(1, panels / (threads * 4)), runs = (panels + run - 1) / run;
   const bool alone = a.rows <= kLoneRows, nibbles = a.codes.rest;
   // The same rows go to the same thread in each product: else half of what it reads comes from another core's cache.
   const int64_t shares = min(min(threads, kMaxShares), row_blocks);
   const auto block_of = [&](int64_t share) { return row_blocks * share / shares; };
-  Shares rows_left = shares_of(shares, [&](int64_t s) { return min(block_of(s) * kQuantizedRowBlock, a.rows); });
   Shares items = shares_of(shares, [&](int64_t s) { return block_of(s) * runs; });
-  int64_t done = 0;
+  for (int64_t b = 0; b < row_blocks; ++b) a.progress[b] = {};
   team(static_cast<int>(min(threads, row_blocks * runs)), [&](int thread) {
     float* lines = a.lines + thread * kRowsAtOnce * line_floats(groups);
     char* memory = static_cast<char*>(a.activations);
     if (alone) memory += thread * a.rows * row_groups(groups, nibbles) * kActivationGroupBytes;
     const Activations x = activations_in(memory, a.rows, groups, nibbles);
-    if (alone) {
-      quantize_rows(a, 0, a.rows, lines, thread == 0 ? a.total : nullptr, x);
-    } else {
-      int64_t turn = 0, end;
-      for (int64_t row; (row = take(rows_left, thread, kRowsAtOnce, turn, end)) >= 0;) {
-        quantize_rows(a, row, end - row, lines, a.total, x);
-        __atomic_fetch_add(&done, end - row, __ATOMIC_RELEASE);
-      }
-      wait_for(&done, a.rows, thread);
-    }
+    if (alone) quantize_rows(a, 0, a.rows, lines, thread == 0 ? a.total : nullptr, x);
     BlockOutliers outliers = block_outliers_in(static_cast<char*>(a.outliers) + thread * outlier_bytes(a.rows, groups),
                                                min(a.rows, kQuantizedRowBlock));
     int64_t gathered = -1;  // the first row of the block whose outliers these are
@@ -198,6 +200,7 @@ static void quantized_linear(const QuantizedLinear& a, int threads) {
       const int64_t first = i % runs * run, last = min(first + run, panels) - 1;
       const Activations block = x.from(row);
       const int64_t count = line_blocks_in(rows);
+      if (gathered != row && !alone) quantize_block(a, row, rows, thread, lines, x);
       if (gathered != row) gather_outliers(block, rows, 1 + a.gated, reinterpret_cast<int32_t*>(lines), outliers);
       gathered = row;
       for (int64_t panel = first; panel <= last; ++panel) {

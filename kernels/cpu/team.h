@@ -28,19 +28,6 @@ static inline void team(int threads, const Body& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// body(i) for each i below `count`; threads take `step` of them at a time.
-template <typename Body>
-static inline void team_for(int threads, int64_t count, int64_t step, const Body& body) {
-  int64_t next = 0;
-  team(count <= step ? 1 : threads, [&](int) {
-    for (;;) {
-      const int64_t first = __atomic_fetch_add(&next, step, __ATOMIC_RELAXED);
-      if (first >= count) return;
-      for (int64_t i = first; i < (first + step < count ? first + step : count); ++i) body(i);
-    }
-  });
-}
-
 constexpr int64_t kMaxShares = 64;
 
 // Pieces of work in shares, one for each worker: it takes its own first, which is what it had in the job before and has
@@ -71,4 +58,22 @@ static inline int64_t take(Shares& shares, int worker, int64_t step, int64_t& tu
     return first;
   }
   return -1;
+}
+
+// Even shares of `count` pieces for `threads`.
+static inline Shares even_shares(int threads, int64_t count) {
+  const int64_t shares = threads < kMaxShares ? threads : kMaxShares;
+  return shares_of(shares, [&](int64_t s) { return count * s / shares; });
+}
+
+// body(i) for each i below `count`; threads take `step` of them at a time, from their shares.
+template <typename Body>
+static inline void team_for(int threads, int64_t count, int64_t step, const Body& body) {
+  if (count <= step) threads = 1;
+  Shares shares = even_shares(threads, count);
+  team(threads, [&](int worker) {
+    int64_t turn = 0, end;
+    for (int64_t i; (i = take(shares, worker, step, turn, end)) >= 0;)
+      for (; i < end; ++i) body(i);
+  });
 }
