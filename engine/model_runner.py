@@ -63,6 +63,8 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self._cuda = cuda
+        # Whether the last layer leaves out tokens that nobody asks for: a GPU's kernels take no step without any.
+        self._cuts = cuda is None
         config, num_kv_heads = model.config, model.shares.kv_heads.size
         try:
             self.caches = [
@@ -94,7 +96,8 @@ class ModelRunner:
     def compile_forward(self, backend: str = "inductor") -> None:
         """Run the forward as torch.compile makes it from now on; all compiling is done here."""
         # In the place of the method, so that padded steps and graphs run it too.
-        self.model.forward = CompiledForward(self.model, backend)  # type: ignore[method-assign]
+        self._cuts = False
+        self.model.forward = CompiledForward(self.model, backend)  # type: ignore[method-assign, assignment]
         # A graph for any number of tokens comes from the first; one token and two show what is special about one.
         for num_tokens in tqdm((min(self.info.max_num_batched_tokens, 64), 2, 1), desc="compiling", unit="shape"):
             self.launch(trial_plan(self.info, num_tokens))
@@ -148,8 +151,12 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> Ticket:
         inputs = self.rows.inputs(plan)
-        hidden = self.model.forward(inputs.token_ids, inputs.positions, self.caches, inputs.metadata)
-        return self._sample(plan, hidden, inputs.sample_at, inputs.sampling)
+        step = (inputs.token_ids, inputs.positions, self.caches, inputs.metadata)
+        extras = inputs.sampling.extras
+        scores = extras is not None and extras.prompt_scores is not None
+        if self._cuts and len(inputs.sample_at) < len(inputs.token_ids) and plan.adapters is None and not scores:
+            return self._sample(plan, self.model.forward(*step, inputs.sample_at), None, inputs.sampling)
+        return self._sample(plan, self.model.forward(*step), inputs.sample_at, inputs.sampling)
 
     def _launch_adapted(self, plan: StepPlan, adapters: StepAdapters) -> Ticket:
         assert self.adapters is not None

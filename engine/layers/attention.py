@@ -87,9 +87,11 @@ class Attention:
         positions: Tensor,
         cache: KVCache,
         metadata: AttentionMetadata,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden] -> (attention of the norm of their sum, their sum), both [tokens, hidden].
 
+        rows: int64 [K], the tokens of which that is wanted, and no more returned; None: all.
         No residual counts as zero, also where this has added the one that it would return, in its place; no norm leaves
         the sum as it is. Writes the tokens' KV.
         """
@@ -99,7 +101,7 @@ class Attention:
                 qkv, self.num_heads, self.num_kv_heads, self.rotary, positions, cache, metadata,
                 self.scale, self.window, self.soft_cap,
             )  # fmt: skip
-            return self._project(out, residual)
+            return self._project(out, residual, rows)
         q, k, v = qkv.split(self._sizes, dim=-1)
         if self.norms_all_heads and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -116,9 +118,11 @@ class Attention:
                 q, k, v, self.head_norms, *self.rotary, positions, k_cache, v_cache, metadata.slots
             )
         out = self.backend.attend(q, k_cache, v_cache, metadata, self.scale, self.window, self.soft_cap)
-        return self._project(out.flatten(1), residual)
+        return self._project(out.flatten(1), residual, rows)
 
-    def _project(self, out: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _project(self, out: Tensor, residual: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if rows is not None:
+            out, residual = out.index_select(0, rows), residual.index_select(0, rows)
         return self.output.added(out, residual) if self.adds else (self.output(out), residual)
 
     def targets(self, prefix: str) -> dict[str, Target]:

@@ -64,13 +64,20 @@ class DecoderLayer:
         )
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, cache: KVCache, metadata: AttentionMetadata
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """x: what the layer before adds to the residual -> (what this one adds, the residual before it).
 
         No residual counts as zero: x is the sum, as it is before the first layer and where a layer has added.
+        rows: int64 [K], the tokens that are wanted, None for all.
         """
-        x, residual = self.attention(self.attention_norm, x, residual, positions, cache, metadata)
+        x, residual = self.attention(self.attention_norm, x, residual, positions, cache, metadata, rows)
         x, residual = self.mlp(self.mlp_norm, self._scaled(x, self.attention_post_norm), residual)
         return self._scaled(x, self.mlp_post_norm), residual
 
@@ -166,12 +173,21 @@ class Decoder:
             check_finite(self.embedding, source)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], metadata: AttentionMetadata
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[KVCache],
+        metadata: AttentionMetadata,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """token_ids, positions: [tokens]; caches: K and V by layer -> hidden states [tokens, hidden], normed."""
+        """token_ids, positions: [tokens]; caches: K and V by layer -> hidden states [tokens, hidden], normed.
+
+        rows: int64 [K], the tokens whose hidden states are wanted, [K, hidden]; the last layer computes no others.
+        """
         x, residual = self.embed(token_ids), None
+        last = self.layers[-1]
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, positions, cache, metadata)
+            x, residual = layer(x, residual, positions, cache, metadata, rows if layer is last else None)
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import Quantization
+from engine.layers.norm import RMSNorm
 from engine.loader import load_weights
 from engine.model_config import load_model_config
 from engine.models.decoder import Decoder
@@ -40,7 +41,9 @@ def decoder(folder: Path, quantization: Quantization | None) -> Decoder:
     return model
 
 
-def logits_of(model: Decoder, tokens: Tensor, kv_dtype: torch.dtype | None = None) -> Tensor:
+def logits_of(
+    model: Decoder, tokens: Tensor, kv_dtype: torch.dtype | None = None, rows: Tensor | None = None
+) -> Tensor:
     config, n = model.config, len(tokens)
     backend = select_backend("cpu", torch.float32, config.head_dim, kv_dtype=kv_dtype)
     shape = (4, 16, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
@@ -54,7 +57,7 @@ def logits_of(model: Decoder, tokens: Tensor, kv_dtype: torch.dtype | None = Non
         max_query_len=n,
         max_seq_len=n,
     )
-    return model.logits(model.forward(tokens, torch.arange(n), caches, metadata))
+    return model.logits(model.forward(tokens, torch.arange(n), caches, metadata, rows))
 
 
 def test_quantized_logits_stay_near(folder: Path) -> None:
@@ -64,6 +67,48 @@ def test_quantized_logits_stay_near(folder: Path) -> None:
     error = (got - expected).norm() / expected.norm()
     # The random weights are large, so attention is sharp and magnifies. The lower bound: it is quantised at all.
     assert 1e-4 < error < 0.08
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("rows", [[], [49], [3, 20]])
+def test_the_last_layer_computes_wanted_tokens_alone_to_the_same_bits(
+    folder: Path, quantization: Quantization | None, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(3, 380, (50,), generator=torch.Generator().manual_seed(0))
+    model, wanted = decoder(folder, quantization), torch.tensor(rows, dtype=torch.int64)
+    expected = logits_of(model, tokens)[wanted]
+    seen = rows_seen(model, monkeypatch)
+    assert torch.equal(logits_of(model, tokens, rows=wanted), expected)
+    assert seen == [len(rows)]
+
+
+def rows_seen(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows the last layer's MLP gets, call by call from now on."""
+    seen: list[int] = []
+    layer = model.layers[-1]
+    mlp = layer.mlp
+
+    def counted(norm: RMSNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        seen.append(len(x))
+        return mlp(norm, x, residual)
+
+    monkeypatch.setattr(layer, "mlp", counted)
+    return seen
+
+
+def test_a_step_computes_its_last_layer_for_sampled_tokens_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(tiny_models.llama(tmp_path), max_num_batched_tokens=16)
+    seen = rows_seen(engine.runner.model, monkeypatch)
+    prompt = [5 + i for i in range(40)]
+    engine.add_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=2))
+    drain(engine)
+    assert seen == [0, 0, 1, 1]
+    seen.clear()
+    engine.add_request("b", prompt[::-1], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))
+    drain(engine)
+    assert seen == [16, 16, 8]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
