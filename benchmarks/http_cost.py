@@ -34,6 +34,7 @@ from typing import Any
 
 from benchmarks.common.percentiles import percentile
 from benchmarks.http_parts import parts
+from benchmarks.servers.processes import HAPROXY
 from benchmarks.throughput import machine
 
 STREAMS = 64
@@ -45,7 +46,6 @@ PACED_TOKENS = 100
 END = b"0\r\n\r\n"
 """Of a chunked body: how a stream says that it is complete."""
 
-HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     "ours": HAPROXY,
     "one-hop": HAPROXY,

@@ -1,13 +1,15 @@
 """What HTTP costs: streams through a server on this machine beside the same prompts offline, and beside other servers.
 
-    python -m benchmarks.serving [--servers nanoserve,vllm,llamacpp] [--precision fp32|int8] [--streams 32] [--rounds 3]
+    python -m benchmarks.serving [--servers nanoserve,nanoserve-haproxy,vllm,llamacpp] [--precision fp32|int8]
+        [--streams 32] [--rounds 3]
 
 streams: that many completions at once over loopback, prompts of 128 random tokens, 128 tokens out; tokens per second
     from the first request to the last byte. The client runs on the same cores. Offline is `LLM.generate` with the same
     prompts, in turn with them.
 time to first token: of lone requests of 128 random tokens, medians, beside what `LLM.generate` takes for one token.
 
-One server runs at a time. With int8, llama.cpp serves Q8_0 and vLLM still float32.
+nanoserve is `serve run`; nanoserve-haproxy the same with HAProxy before it and Serve in its throughput mode. One
+server runs at a time. With int8, llama.cpp serves Q8_0 and vLLM still float32.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from typing import Any
 from benchmarks.common import report
 from benchmarks.peer.engines import PeerEngine, random_prompts, start
 from benchmarks.servers.client import stream
-from benchmarks.servers.processes import KNOWN_SERVERS, command, serving
+from benchmarks.servers.processes import KNOWN_SERVERS, command, is_own, serving
 from engine.config import DEFAULT_MODEL
 
 TOKENS = 128
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"unknown servers {', '.join(sorted(unknown))}; known are {', '.join(KNOWN_SERVERS)}")
     rows = []
     for name in servers:
-        offline = start(name, args.precision, args.model, args.threads) if name == "nanoserve" else None
+        offline = start("nanoserve", args.precision, args.model, args.threads) if is_own(name) else None
         try:
             with serving(name, command(name, args.precision, args.model, args.threads)) as (port, model):
                 rows.append({"server": name} | measure(port, model, offline, args.streams, args.rounds))

@@ -11,7 +11,10 @@ from benchmarks.servers.client import wait_until_served
 from engine.hub import resolve_model
 from tests.live_server import server_process
 
-PORTS = {"nanoserve": 8000, "vllm": 8001, "llamacpp": 8002}
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+"""Serve as `ray_configs/production.yaml` would have it started."""
+
+PORTS = {"nanoserve": 8000, "nanoserve-haproxy": 8000, "vllm": 8001, "llamacpp": 8002}
 KNOWN_SERVERS = tuple(PORTS)
 MAX_MODEL_LEN = 2048
 MAX_STREAMS = 64
@@ -19,9 +22,9 @@ START_S = 400
 
 
 def command(name: str, precision: str, model: str, threads: int) -> list[str]:
-    """The command line of a server."""
+    """The command line of a server; `environment` has the rest."""
     port = str(PORTS[name])
-    if name == "nanoserve":
+    if is_own(name):
         settings = nanoserve_settings(precision) | {"model": resolve_model(model), "max_model_len": MAX_MODEL_LEN}
         serve = str(Path(sys.executable).with_name("serve"))
         return [serve, "run", "app:build", *(f"{key}={value}" for key, value in settings.items())]
@@ -35,10 +38,20 @@ def command(name: str, precision: str, model: str, threads: int) -> list[str]:
     return [program, "-m", str(peer_setup.llamacpp_model(model, precision)), *options]
 
 
+def is_own(name: str) -> bool:
+    """Whether it is this project's application, behind whichever proxy."""
+    return name.startswith("nanoserve")
+
+
+def environment(name: str) -> dict[str, str]:
+    own = {"RAY_USAGE_STATS_ENABLED": "0"} | (HAPROXY if name == "nanoserve-haproxy" else {})
+    return worker_environment("nanoserve") | own if is_own(name) else worker_environment(name)
+
+
 @contextmanager
 def serving(name: str, words: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Run a server by its command line; gives its port and its model's name, and ends it afterwards."""
-    with server_process(words, worker_environment(name) | {"RAY_USAGE_STATS_ENABLED": "0"}) as server:
+    with server_process(words, environment(name)) as server:
         try:
             model = wait_until_served(PORTS[name], START_S, server.check)
         except TimeoutError as error:
