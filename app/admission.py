@@ -13,10 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from app.pace import Pace
 from engine.scheduling.fair_queue import PRIORITY_S, FairQueue
-
-_RATE_WINDOW = 64
-"""Releases that the estimate of the pace looks back on."""
 
 _MAX_RETRY_AFTER_S = 120
 
@@ -121,7 +119,7 @@ class Admission:
         self._ordinary: FairQueue[Ticket] = FairQueue()
         self._batch: FairQueue[Ticket] = FairQueue()
         self._waiting_tokens = 0
-        self._released_at: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self._pace = Pace()
         self.refused = 0
         self._promised: deque[float] = deque()  # when those sent away may come back, in time order
 
@@ -181,7 +179,8 @@ class Admission:
         if ticket in self._held:
             del self._held[ticket]
             self._count(ticket.claim, -1)
-            self._released_at.append(self._clock())
+            assert ticket.granted_at is not None
+            self._pace.note_release(self._clock(), ticket.granted_at)
         else:
             self._leave(ticket)
         self._grant_next()  # where one left the queue, too: there may be room for those behind it
@@ -200,6 +199,7 @@ class Admission:
             self._held[ticket] = None
             self._count(ticket.claim, 1)
             ticket._grant(self._clock())
+        self._pace.note_full(self._clock(), self.waiting > 0 or self.outstanding >= self.capacity)
 
     def _next_to_grant(self) -> Ticket | None:
         """The first in the queue if there is room for it; else one for which there are spare places."""
@@ -266,15 +266,16 @@ class Admission:
     def _interval_s(self, now: float) -> float:
         """Seconds between two releases at the pace of the last ones.
 
-        With no pace yet, the age of the oldest submission is the least that one is known to take.
+        With no pace yet, all places become free in the time that submissions have taken; where none has ended, the age
+        of the oldest is the least that one is known to take. With no replica, a pace of before says nothing.
         """
-        if len(self._released_at) >= 2:
-            # Up to now, not up to the last release: when nothing is released any more, the pace falls.
-            return (now - self._released_at[0]) / len(self._released_at)
+        if self._replicas and (interval := self._pace.interval_s(now)) is not None:
+            return interval
         oldest = next(iter(self._held), None)
         age = now - oldest.granted_at if oldest is not None and oldest.granted_at is not None else 0.0
+        took = self._pace.took_s()
         least = _UNKNOWN_PACE_S if self._replicas else _START_S
-        return max(age, least) / (self._budget.requests * max(1, self._replicas))
+        return max(age if took is None else took, least) / (self._budget.requests * max(1, self._replicas))
 
 
 def _has_begun(ticket: Ticket) -> bool:

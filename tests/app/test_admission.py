@@ -114,6 +114,23 @@ async def test_retry_after_follows_the_pace_of_releases() -> None:
     assert caught.value.retry_after_s > 10
 
 
+@pytest.mark.parametrize("asks_little", [False, True])
+async def test_retry_after_in_a_burst_does_not_count_the_quiet_time_before_it(asks_little: bool) -> None:
+    clock = Clock()
+    admission = Admission(Budget(4), max_waiting=4, clock=clock)
+    for _ in range(20):  # bursts of two a second, or one now and then
+        tickets = admission.reserve([Claim()] * (1 if asks_little else 8))
+        for ticket in tickets:
+            clock.now += 0.5
+            ticket.release()
+        clock.now += 1000.0
+    admission.reserve([Claim()] * 8)
+    clock.now += 0.1
+    with pytest.raises(QueueFullError) as caught:
+        admission.check()
+    assert caught.value.retry_after_s == 1
+
+
 async def test_retry_after_with_no_replica_counts_its_start_and_all_of_its_places() -> None:
     clock = Clock()
     admission = Admission(Budget(requests=20), max_waiting=1, replicas=0, clock=clock)
