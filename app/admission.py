@@ -7,9 +7,10 @@ of it gives way to those that have less. Standard library only.
 """
 
 import asyncio
+import heapq
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -121,7 +122,7 @@ class Admission:
         self._waiting_tokens = 0
         self._pace = Pace()
         self.refused = 0
-        self._promised: deque[float] = deque()  # when those sent away may come back, in time order
+        self._promised: list[float] = []  # a heap: when those sent away may come back
 
     @property
     def capacity(self) -> int:
@@ -257,10 +258,10 @@ class Admission:
         self.refused += 1
         now = self._clock()
         while self._promised and self._promised[0] <= now:
-            self._promised.popleft()
+            heapq.heappop(self._promised)
         places = self.waiting - self.max_waiting + 1 + len(self._promised)
         seconds = min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._interval_s(now) * places)))
-        self._promised.append(now + seconds)
+        heapq.heappush(self._promised, now + seconds)
         return QueueFullError(self.waiting, seconds)
 
     def _interval_s(self, now: float) -> float:

@@ -170,6 +170,29 @@ async def test_before_anything_has_ended_those_sent_away_are_told_times_apart() 
     assert caught.value.retry_after_s == 5, "those who were told before had their turn"
 
 
+async def test_who_had_been_told_a_long_time_leaves_nobody_counted_who_came_after_and_has_had_his_turn() -> None:
+    clock = Clock()
+    admission = Admission(Budget(1), max_waiting=0, clock=clock)
+    (slow,) = admission.reserve([Claim()])
+    clock.now += 100.0
+    with pytest.raises(QueueFullError) as caught:
+        admission.check()
+    assert caught.value.retry_after_s == 100
+    slow.release()
+    for _ in range(64):  # from now on it is quick
+        (ticket,) = admission.reserve([Claim()])
+        clock.now += 0.1
+        ticket.release()
+    admission.reserve([Claim()])
+    for _ in range(50):
+        with pytest.raises(QueueFullError):
+            admission.check()
+    clock.now += 10.0
+    with pytest.raises(QueueFullError) as caught:
+        admission.check()
+    assert caught.value.retry_after_s <= 2
+
+
 async def test_who_comes_back_when_told_finds_a_place() -> None:
     """A server that ends one submission every 2 s, and 30 clients that keep to what they are told."""
     clock = Clock()
