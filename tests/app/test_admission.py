@@ -328,6 +328,15 @@ async def test_a_request_of_several_outputs_that_is_under_way_gives_way_last() -
         await outputs[-1].granted()
 
 
+async def test_a_place_in_the_queue_is_not_taken_for_one_that_would_have_more_than_the_other() -> None:
+    admission = Admission(Budget(1), max_waiting=3)
+    tickets = admission.reserve([Claim(tenant="a")] * 3) + admission.reserve([Claim(tenant="b")])
+    assert admission.waiting == 3
+    with pytest.raises(QueueFullError):
+        admission.reserve([Claim(tenant="b")])  # two of three for b would be no fairer than two for a
+    assert not any(ticket._granted.done() for ticket in tickets[1:])
+
+
 async def test_the_batch_class_runs_where_there_is_room_and_waits_behind_all_others() -> None:
     admission = Admission(Budget(5, batch_requests=4), max_waiting=3)
     batch = admission.reserve([Claim(is_batch=True)] * 7)

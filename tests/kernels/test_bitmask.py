@@ -41,11 +41,13 @@ def test_only_the_given_rows_are_masked(function):
 def test_it_is_the_reference_in_every_dtype_and_keeps_values_that_are_not_finite(dtype):
     logits, allowed = case(4, 200, 0.5)
     logits[:, ::7], logits[:, ::11] = torch.inf, -torch.inf
+    logits[:, ::5][torch.from_numpy(allowed[:, ::5])] = torch.nan
     logits = logits.to(dtype)
     expected = logits.clone()
     apply_bitmask(logits, packed(allowed))
     reference(expected, packed(allowed))
-    assert torch.equal(logits, expected)
+    assert expected.isnan().any()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_it_works_in_place_on_a_view_and_under_inference_mode():

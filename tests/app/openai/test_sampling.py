@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine.sampling_params import SamplingParams
 from tests.app.conftest import Serve
 from tests.app.harness import Server
 from tests.tiny_models import VOCAB_SIZE
@@ -41,7 +42,27 @@ async def test_seed_zero_is_a_seed(real: Serve) -> None:
     async with real() as server:
         first, second = await text(server, seed=0), await text(server, seed=0)
         assert first == second
-        assert len({await text(server) for _ in range(5)} | {first}) > 1
+        assert len({await text(server) for _ in range(5)}) > 1
+
+
+async def test_a_seed_that_is_not_given_is_drawn_before_the_engine(
+    real: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a replica that took a request over would go on with another one."""
+    async with real() as server:
+        seeds: list[int | None] = []
+        add = server.engine.add_request
+
+        def noted(request_id: str, prompt_ids: list[int], params: SamplingParams, *args: Any, **more: Any) -> None:
+            seeds.append(params.seed)
+            add(request_id, prompt_ids, params, *args, **more)
+
+        monkeypatch.setattr(server.engine, "add_request", noted)
+        for _ in range(2):
+            await server.chat(max_tokens=1)
+            await server.complete("a", max_tokens=1)
+        assert None not in seeds
+        assert len(set(seeds)) == 4
 
 
 @pytest.mark.parametrize(
