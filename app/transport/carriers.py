@@ -103,10 +103,15 @@ class Carriers:
         for stream in list(self._unplaced):  # its call is still open
             stream.fail(engine_gone(), ended=False)
 
-    def check(self, holdings: Iterable[Holding]) -> bool:
+    def placed(self) -> frozenset[ServeTokenStream]:
+        """The streams that are at a replica."""
+        return frozenset().union(*self._placed.values())
+
+    def check(self, holdings: Iterable[Holding], asked_of: frozenset[ServeTokenStream]) -> bool:
         """Give up requests that their replica does not hold, when all that it had sent by then has been read and did
         not bring their end: the word of that is lost.
 
+        asked_of: those that were placed when the question was sent; an answer may be old, and knows no later ones.
         Returns whether there are some whose end may still be on its way, so that it is worth to ask again: this side
         can be seconds behind. A carrier that its replica has closed brings the rest; it has when nothing comes between
         two answers.
@@ -117,7 +122,7 @@ class Carriers:
                 if key[0] != holding.replica:
                     continue
                 read, sent = self._read.get(key, 0), holding.sent.get(key[1])
-                for stream in streams:
+                for stream in streams & asked_of:
                     if stream.ended or stream.request_id in holding.request_ids:
                         continue
                     must_read = self._unheld.get(stream)

@@ -50,13 +50,14 @@ async def watch(handle: Any, pool: Pool, carriers: Carriers) -> None:
         due = waits > 0 and time.monotonic() - checked_at > CHECK_S
         if not (pool.silent or suspects or unsure or due or waits > SILENCE_S):
             continue
+        placed = carriers.placed()
         try:
             answers = await ask_all(handle, "holding", timeout_s=ANSWER_S)
         except Exception:  # no replica is there any more
             suspects = frozenset()
             continue
         holdings = [answer for answer in answers if isinstance(answer, Holding)]
-        unsure, checked_at = carriers.check(holdings), time.monotonic()
+        unsure, checked_at = carriers.check(holdings, placed), time.monotonic()
         answered = frozenset(holding.replica for holding in holdings if holding.replica in asked)
         suspects, before = asked - answered if answered else frozenset(), suspects
         known = pool.silent
