@@ -64,15 +64,17 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(words: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
-    """Start a server by its command line, in the repository; stopped as by Ctrl-C, and by force if that is not enough.
+def server_process(
+    words: Sequence[str], environment: Mapping[str, str] | None = None, folder: Path = REPOSITORY
+) -> Iterator[ServerProcess]:
+    """Start a server by its command line; stopped as by Ctrl-C, and by force if that is not enough.
 
-    environment: all of it; by default this process's, without Ray's statistics.
+    environment: all of it; by default this process's, without Ray's statistics. folder: where it is started.
     """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             words,
-            cwd=REPOSITORY,
+            cwd=folder,
             env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"} if environment is None else environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
