@@ -44,6 +44,11 @@ SPARE = 0.25
 """Of the requests that the engine runs at once: what it is sent beyond those, of tenants that have less than others."""
 
 
+YOUNG_OBJECTS = 10_000
+"""Objects more than at the last garbage collection that bring the next one about. Python's own 700 are a few requests
+that begin, and each collection held up all streams for 1 to 20 ms, though nearly all goes by its reference counts."""
+
+
 async def create_service(settings: AppSettings, client: EngineClient, pool: Pool) -> Service:
     """Load the tokenizer and ask the engine what it can do; waits until the engine is up."""
     config = settings.engine_config()
@@ -122,6 +127,7 @@ class IngressDeployment:
             self._catalog.learn(await peers.adapters())
             self._tasks.append(asyncio.create_task(keep_learning(self._catalog, peers.adapters)))
         gc.freeze()  # what has been loaded stays: looking through it again and again would hold up every stream
+        gc.set_threshold(YOUNG_OBJECTS)
         return create_app(self._catalog, settings.stream_commit_s, self._doors)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -18,17 +18,17 @@ class InvalidRequestError(ValueError):
 class ContextLengthError(InvalidRequestError):
     """The prompt leaves no room for a single output token."""
 
-    def __init__(self, prompt_tokens: int, max_tokens_total: int) -> None:
+    def __init__(self, prompt_tokens: int, max_tokens_total: int, param: str = "prompt") -> None:
         super().__init__(
             f"The prompt has {prompt_tokens} tokens, but prompt and output together may have at most "
             f"{max_tokens_total}: shorten the prompt to {max_tokens_total - 1} tokens or fewer.",
-            param="prompt",
+            param=param,
         )
         self.prompt_tokens = prompt_tokens
         self.max_tokens_total = max_tokens_total
 
-    def __reduce__(self) -> tuple[type[Self], tuple[int, int]]:
-        return type(self), (self.prompt_tokens, self.max_tokens_total)
+    def __reduce__(self) -> tuple[type[Self], tuple[int, int, str | None]]:
+        return type(self), (self.prompt_tokens, self.max_tokens_total, self.param)
 
 
 class EngineDeadError(RuntimeError):

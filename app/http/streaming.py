@@ -163,9 +163,10 @@ class Endpoint:
             else:
                 await answer(request.scope, request.receive, tracked)
         except Exception as error:
-            told = _logged(error)
+            # The error itself gets no name here: it would keep this frame, with the body, until a collection.
+            response = error_response(_logged(error))
             if not started:  # else the connection broke, and there is nobody to tell
-                await error_response(told)(request.scope, request.receive, send)
+                await response(request.scope, request.receive, send)
 
 
 def error_response(error: ApiError) -> Response:

@@ -76,9 +76,7 @@ class PromptEncoder:
         if not ids:
             raise InvalidRequestError(f"{param}: there is no token in it, and the model needs at least one.", param)
         if len(ids) >= self._max_total_tokens:
-            error = ContextLengthError(len(ids), self._max_total_tokens)
-            error.param = param
-            raise error
+            raise ContextLengthError(len(ids), self._max_total_tokens, param)
         return ids
 
 

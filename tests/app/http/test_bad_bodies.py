@@ -1,6 +1,10 @@
 """Generated requests to every route: no 5xx, no hang, and nothing left behind."""
 
 import asyncio
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import httpx
 import pytest
@@ -24,3 +28,38 @@ async def test_no_body_breaks_the_server(scripted: Serve) -> None:
                 assert "event: error" not in response.text, request
         await server.idle()
         assert (await server.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "hello"}], "temperature": "warm"},
+        {"messages": [{"role": "user", "content": "hello"}], "model": "of another server"},
+        {"messages": [{"role": "user", "content": "a word " * 20_000}]},
+        "no JSON object",
+    ],
+    ids=["wrong value", "unknown model", "too long", "no object"],
+)
+async def test_a_refused_body_is_freed_at_once(scripted: Serve, body: object) -> None:
+    """Garbage collections are rare in an ingress: what waits for one must not hold bodies."""
+    async with scripted() as server:
+        with frames_of_garbage() as frames:
+            assert (await server.http.post("/v1/chat/completions", json=body)).status_code in (400, 404)
+    assert not [frame for frame in frames if "_answer" in frame or "parse" in frame]
+
+
+@contextmanager
+def frames_of_garbage() -> Iterator[list[str]]:
+    """The functions whose frames a collection would have freed, once the block is left."""
+    frames: list[str] = []
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield frames
+        gc.collect()
+        frames += [found.f_code.co_qualname for found in gc.garbage if isinstance(found, FrameType)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
