@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass, replace
 
 from app.engine_client import CarrierLost, Delivery, EngineClient, EngineLimits, ReplicaLost, Submission, TokenStream
+from app.openai.errors import CONTEXT_LENGTH, ApiError
 from engine.errors import EngineDeadError
 from engine.lora.request import LoRARequest
-from engine.outputs import EngineStats
+from engine.outputs import EngineStats, Finished, FinishReason
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
@@ -75,19 +76,24 @@ class FailoverStream:
         self._num_tokens = 0  # of the last of these
         self._heard_at = 0.0
         self._lost_at = 0.0
+        self._cut_short = False
         self._stream: TokenStream = client.submit(submission)
 
     def __aiter__(self) -> "FailoverStream":
         return self
 
     async def __anext__(self) -> Delivery:
-        while True:
+        while not self._cut_short:
             try:
                 delivery = await anext(self._stream)
             except (ReplicaLost, EngineDeadError) as error:
                 self._stream.close()
                 await self._go_on(error)
                 continue
+            except ApiError as error:
+                if self._delivered and error.code == CONTEXT_LENGTH:
+                    return self._end_here(error)
+                raise
             self._delivered += delivery.token_ids
             self._num_tokens += len(delivery.token_ids)
             self._heard_at = time.monotonic()
@@ -98,9 +104,19 @@ class FailoverStream:
                 counts.longest_pause_s = max(counts.longest_pause_s, self._heard_at - self._lost_at)
                 self._lost_at = 0.0
             return delivery
+        raise StopAsyncIteration
 
     def close(self) -> None:
         self._stream.close()
+
+    def _end_here(self, error: ApiError) -> Delivery:
+        """It went on to a replica with less memory than the one that it began on, as replicas on different machines may
+        have: there it has as many tokens as it can have."""
+        self._cut_short = True
+        logger.warning("request %s ends before its limit: %s", self._submission.request_id, error)
+        num_output = len(self._submission.output_ids) + len(self._delivered)
+        num_prompt = len(self._submission.prompt_ids)
+        return Delivery([], Finished(self._submission.request_id, FinishReason.LENGTH, num_prompt, num_output, 0))
 
     async def _go_on(self, error: Exception) -> None:
         """Submit again what is left, or raise `error` if that has been futile too often."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from app.engine_client import EngineLimits, Holding, Message, Placed, Refusal, Submission
+from app.openai.errors import CONTEXT_LENGTH
 from app.transport.outbox import Outbox, split
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.lora.request import AdapterError, LoRARequest
@@ -125,7 +126,7 @@ class EngineReplica:
                 adapter=adapter,
             )
         except ContextLengthError as error:
-            return Refusal(str(error), error.param, "context_length_exceeded")
+            return Refusal(str(error), error.param, CONTEXT_LENGTH)
         except InvalidRequestError as error:
             return Refusal(str(error), error.param, "invalid_value")
         return None

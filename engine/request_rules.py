@@ -34,8 +34,8 @@ class RequestRules:
             raise InvalidRequestError("This engine has no vocabulary for structured output.", "structured_outputs")
         if not prompt_ids:
             raise InvalidRequestError("The prompt is empty: it needs at least one token.", "prompt")
-        if len(prompt_ids) >= self.max_total_tokens:
-            raise ContextLengthError(len(prompt_ids), self.max_total_tokens)
+        if (num_tokens := len(prompt_ids) + len(output_ids)) >= self.max_total_tokens:
+            raise ContextLengthError(num_tokens, self.max_total_tokens)
         for name, ids in (
             ("prompt", prompt_ids),
             ("output_ids", output_ids),
@@ -51,7 +51,7 @@ class RequestRules:
                         name,
                     )
         self._check_allowed(params)
-        if len(prompt_ids) + len(output_ids) >= self.limit(len(prompt_ids), params):
+        if num_tokens >= self.limit(len(prompt_ids), params):
             raise InvalidRequestError(
                 f"The request comes with {len(output_ids)} output tokens, so its limit is reached already.",
                 "output_ids",

@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 
+CONTEXT_LENGTH = "context_length_exceeded"
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -44,7 +46,7 @@ def to_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ContextLengthError():
-            return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+            return ApiError(400, str(error), param=error.param, code=CONTEXT_LENGTH)
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.param, code="invalid_value")
         case EngineFault():

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from app.off_loop import INLINE_SIZE, off_loop
-from app.openai.errors import ApiError
+from app.openai.errors import CONTEXT_LENGTH, ApiError
 from app.prompts.chat_template import Chat, ChatTemplate
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class PromptEncoder:
                 f"The prompt has {len(text)} characters, which are {fewest} tokens or more, but prompt and output "
                 f"together may have at most {self._max_total_tokens}: shorten the prompt.",
                 param=param,
-                code="context_length_exceeded",
+                code=CONTEXT_LENGTH,
             )
         return text
 

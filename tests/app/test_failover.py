@@ -15,6 +15,7 @@ from app.admission import Admission, Budget
 from app.engine_client import ReplicaLost, Submission
 from app.failover import FailoverClient, FailoverStream
 from app.http.routes import create_app
+from app.openai.errors import ApiError
 from app.prompts.chat import ChatSide
 from app.prompts.chat_template import chat_templates
 from app.replica import EngineReplica
@@ -345,6 +346,25 @@ async def test_closing_between_two_tries_submits_nothing_more(monkeypatch: pytes
         stream.close()
         await asyncio.sleep(0.3)
         assert len(it.handle.calls) == 2
+
+
+async def test_a_stream_that_only_a_smaller_replica_is_left_for_ends_by_its_length() -> None:
+    def before_step(plan: StepPlan) -> None:
+        time.sleep(0.002)
+
+    large = Engine(ScriptedRunner(SCRIPT, before_step=before_step))
+    small = Engine(ScriptedRunner(SCRIPT, before_step=before_step, num_blocks=10))
+    assert (large.info.max_total_tokens, small.info.max_total_tokens) == (128, 40)
+    async with pool([large, small]) as it:
+        stream = it.client.submit(Submission("a", [1, 2], SamplingParams(max_tokens=None)))
+        asked = asyncio.ensure_future(tokens(stream))
+        await until(lambda: it.made() > 50, 5)
+        it.handle.kill(it.busiest())
+        ids, reason = await asked
+        assert 40 < len(ids) < 126
+        assert reason is FinishReason.LENGTH
+        with pytest.raises(ApiError, match="at most 40"):  # a prompt that does not fit is refused as ever
+            await tokens(it.client.submit(Submission("b", [1] * 50, SamplingParams(max_tokens=1))))
 
 
 async def test_a_step_that_fails_is_an_error_and_no_loss() -> None:
