@@ -120,7 +120,8 @@ struct Product<KvCode> {
 
 }  // namespace
 
-// Up to kTileRows rows of n numbers, of strides X and TO words; step by step for all, as a row's steps wait for each other.
+// Up to kTileRows rows of n numbers, of strides X and TO words; step by step for all, as a row's steps wait for each
+// other.
 template <typename Stored, int X, int TO>
 INLINE void encode_rows(const float* x, int rows, int64_t n, int32_t* to, int64_t digit, RowCode* codes) {
   typedef Product<Stored> P;

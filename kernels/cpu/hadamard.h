@@ -1,6 +1,6 @@
-// The Walsh-Hadamard transform of a head's dimensions. Keys have outliers in a few of them, which would take the precision
-// of all that share their scale: it spreads these evenly, and leaves products of q and k as they are when both go through
-// it (as in QuaRot, Ashkboos et al., 2024).
+// The Walsh-Hadamard transform of a head's dimensions. Keys have outliers in a few of them, which would take the
+// precision of all that share their scale: it spreads these evenly, and leaves products of q and k as they are when
+// both go through it (as in QuaRot, Ashkboos et al., 2024).
 #pragma once
 
 #include "simd.h"
@@ -24,8 +24,8 @@ INLINE Vec lane_butterflies(Vec v) {
   return v;
 }
 
-// to: the transform of n numbers, a multiple of 16, times `factor`, in blocks of the largest power of two that divides n.
-// It keeps lengths. x may be `to`.
+// to: the transform of n numbers, a multiple of 16, times `factor`, in blocks of the largest power of two that divides
+// n. It keeps lengths. x may be `to`.
 INLINE void spread(const float* x, float* to, int64_t n, float factor) {
   const int64_t block = n & -n;
   const float norm = factor / __builtin_sqrtf(static_cast<float>(block));

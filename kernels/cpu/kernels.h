@@ -111,9 +111,9 @@ static inline constexpr int64_t row_groups(int64_t groups, bool nibbles) {
 }
 
 // out: [rows, n] = x: [rows, k] times the packed weight, which is one of w_float, w_bfloat16 and codes; the others are
-// null. bias may be null. `gated`: the weight's rows are a gate and an up projection, in alternating panels; `activated`,
-// for such a weight: out: [rows, n / 2] = SiLU(gate) * up. `norm`, unless null: the weight of an RMSNorm that x + residual
-// goes through first; the sum is kept in `total`.
+// null. bias may be null. `gated`: the weight's rows are a gate and an up projection, in alternating panels;
+// `activated`, for such a weight: out: [rows, n / 2] = SiLU(gate) * up. `norm`, unless null: the weight of an RMSNorm
+// that x + residual goes through first; the sum is kept in `total`.
 struct Linear {
   const float* x;
   int64_t x_stride, rows, n, k;
@@ -149,9 +149,9 @@ static_assert(sizeof(BlockProgress) == 16);
 static inline int64_t row_blocks_in(int64_t rows) { return (rows + kQuantizedRowBlock - 1) / kQuantizedRowBlock; }
 
 // out: [rows, n] = x: [rows, k] times the quantised weight, plus the bias unless null. `gated`: the weight's rows are a
-// gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `adds`: to what is in `out`.
-// `norm`, unless null: the weight of an RMSNorm that x goes through first. `residual`, unless null: is added before that,
-// and the sum kept in `total`.
+// gate and an up projection, in alternating panels, and out: [rows, n / 2] = SiLU(gate) * up. `adds`: to what is in
+// `out`. `norm`, unless null: the weight of an RMSNorm that x goes through first. `residual`, unless null: is added
+// before that, and the sum kept in `total`.
 struct QuantizedLinear {
   const float* x;
   int64_t x_stride, rows, n, k;
@@ -164,7 +164,8 @@ struct QuantizedLinear {
   bool gated, adds;
   float* out;
   float* lines;       // scratch for each thread: kRowsAtOnce times line_floats
-  void* activations;  // scratch: kActivationGroupBytes for each of the `row_groups` of `rows` rows, or of kLoneRows for each thread
+  void* activations;  // scratch: kActivationGroupBytes for each of the `row_groups` of `rows` rows, or of kLoneRows for
+                      // each thread
   void* outliers;     // scratch for each thread: outlier_bytes
   BlockProgress* progress;  // scratch for each row block
 };

@@ -220,8 +220,8 @@ Tensor coded_rows(const Tensor& index, const Tensor& data, const Tensor& scale, 
   return out;
 }
 
-// (y, the sum of x and residual if there is one); norm and residual as in `QuantizedLinear`. sum: y is added to it and is
-// it, unless it is undefined.
+// (y, the sum of x and residual if there is one); norm and residual as in `QuantizedLinear`. sum: y is added to it and
+// is it, unless it is undefined.
 std::tuple<Tensor, Tensor> quantized_product(const Tensor& x_in, const MaybeTensor& residual_in,
                                              const MaybeTensor& norm_in, double eps, const Tensor& data,
                                              const Tensor& scale, const MaybeTensor& rest, int64_t n, bool gated,

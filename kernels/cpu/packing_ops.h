@@ -27,7 +27,8 @@ void transpose(const char* in, int64_t stride, int64_t rows, int64_t words, uint
     const char* from = in + i * stride;
     for (int64_t j = 0; j < fours; j += 4) {
       __m128 lines[4];
-      for (int64_t r = 0; r < 4; ++r) lines[r] = _mm_loadu_ps(reinterpret_cast<const float*>(from + r * stride + j * 4));
+      for (int64_t r = 0; r < 4; ++r)
+        lines[r] = _mm_loadu_ps(reinterpret_cast<const float*>(from + r * stride + j * 4));
       _MM_TRANSPOSE4_PS(lines[0], lines[1], lines[2], lines[3]);
       for (int64_t r = 0; r < 4; ++r) _mm_storeu_ps(reinterpret_cast<float*>(out + (j + r) * kPanel + i), lines[r]);
     }
@@ -39,8 +40,8 @@ void transpose(const char* in, int64_t stride, int64_t rows, int64_t words, uint
     for (int64_t j = 0; j < words; ++j) memcpy(out + j * kPanel + i, in + i * stride + j * 4, 4);
 }
 
-// Whether no number of `rows` rows of `words` words is NaN or infinite: no exponent has all of its bits. Number: uint32_t
-// for float32, uint16_t for bfloat16.
+// Whether no number of `rows` rows of `words` words is NaN or infinite: no exponent has all of its bits. Number:
+// uint32_t for float32, uint16_t for bfloat16.
 template <typename Number>
 bool all_finite(const char* in, int64_t stride, int64_t rows, int64_t words) {
   constexpr Number kExponent = sizeof(Number) == 4 ? 0x7f800000 : 0x7f80;
@@ -78,7 +79,8 @@ bool pack_rows(const Tensor& source, const Tensor& panels, int64_t first) {
   check_rows(source, panels.scalar_type());
   const int64_t depth = panels.scalar_type() == at::kFloat ? 1 : 2;
   TORCH_CHECK_VALUE(panels.dim() == depth + 2 && panels.size(0) > 0 && panels.select(0, 0).is_contiguous() &&
-                        panels.size(2) == kPanel && first >= 0 && panels.size(1) * depth == source.size(1) && first + source.size(0) <= panels.size(0) * kPanel,
+                        panels.size(2) == kPanel && first >= 0 && panels.size(1) * depth == source.size(1) &&
+                        first + source.size(0) <= panels.size(0) * kPanel,
                     "rows ", source.sizes(), " do not fit into panels ", panels.sizes(), " from column ", first, " on");
   const int64_t words = panels.size(1), stride = source.stride(0) * source.element_size();
   const char* in = static_cast<const char*>(source.const_data_ptr());
@@ -120,7 +122,8 @@ float rounded(float x, float lowest, float highest) {
   return std::min(highest, std::max(lowest, x)) + 12582912.0f - 12582912.0f;
 }
 
-// The largest magnitude; NaN if there is one. Magnitudes are ordered as their bits are, with infinity and NaN at the end.
+// The largest magnitude; NaN if there is one. Magnitudes are ordered as their bits are, with infinity and NaN at the
+// end.
 float largest(const float* x) {
   int32_t top = 0;
   for (int64_t j = 0; j < kGroup; ++j) {
@@ -171,9 +174,9 @@ bool fit_eight_bits(const float* x, CodedGroup& group) {
 }
 
 // Makes codes of source: [rows, k], float32 or bfloat16, in the columns from `first` on of every `step`th panel from
-// `start` on, as in `QuantizedWeight`: rounded to 8 bits, or where `exact` those that stand for exactly these values, of
-// 4 bits if there is an offset. Returns whether there are such codes, which have finite scales; with the first group that
-// has none it ends.
+// `start` on, as in `QuantizedWeight`: rounded to 8 bits, or where `exact` those that stand for exactly these values,
+// of 4 bits if there is an offset. Returns whether there are such codes, which have finite scales; with the first group
+// that has none it ends.
 bool code_rows(const Tensor& source, const Tensor& data, const Tensor& scale, const MaybeTensor& offset, int64_t first,
                int64_t step, int64_t start, bool exact) {
   const bool wide = source.scalar_type() == at::kFloat, four_bits = offset.has_value();
@@ -200,7 +203,8 @@ bool code_rows(const Tensor& source, const Tensor& data, const Tensor& scale, co
     for (int64_t i = 0; i < count; ++i)
       for (int64_t g = 0; g < groups; ++g) {
         if (!__atomic_load_n(&found, __ATOMIC_RELAXED)) return;
-        const int64_t from = (row + i) * source.stride(0) + g * kGroup, some = std::min<int64_t>(kGroup, k - g * kGroup);
+        const int64_t from = (row + i) * source.stride(0) + g * kGroup;
+        const int64_t some = std::min<int64_t>(kGroup, k - g * kGroup);
         float x[kGroup] = {};
         if (wide)
           memcpy(x, source.const_data_ptr<float>() + from, some * sizeof(float));

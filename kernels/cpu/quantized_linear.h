@@ -2,10 +2,10 @@
 //
 // Codes are bytes without a sign in panels of kPanel columns: [panels, k / 4, kPanel, 4]. A 32-bit lane then holds four
 // dimensions of one column, which a VNNI instruction multiplies by four activations and adds up; of 4-bit codes it
-// holds eight, four in the low halves of its bytes and the four after them in the high halves. The sum of a group starts
-// from -128 or -8 times the sum of its activations, so it comes out exact in whole numbers on every instruction set;
-// groups are added in float32, in order, so a row's result is the same bits in every batch. What 4-bit codes stand for
-// besides, `Codes::rest`, is a product of its own behind them, in which the sums of groups are the activations.
+// holds eight, four in the low halves of its bytes and the four after them in the high halves. The sum of a group
+// starts from -128 or -8 times the sum of its activations, so it comes out exact in whole numbers on every instruction
+// set; groups are added in float32, in order, so a row's result is the same bits in every batch. What 4-bit codes stand
+// for besides, `Codes::rest`, is a product of its own behind them, in which the sums of groups are the activations.
 #pragma once
 
 #include "codes.h"
@@ -28,8 +28,8 @@ INLINE int64_t tiles_in(int64_t rows) { return (rows + kTileHeight - 1) / kTileH
 INLINE int64_t line_blocks_in(int64_t rows) { return (rows + kLineRows - 1) / kLineRows; }
 
 // `rows` rows of the product with a panel, kLineRows at most, without outliers. next: the panel that comes after it, or
-// null; out: unless null, where the first of these rows will be written, `width` apart: its memory is fetched meanwhile,
-// since a line that is not in cache when it is written takes longer than the sums that go there.
+// null; out: unless null, where the first of these rows will be written, `width` apart: its memory is fetched
+// meanwhile, since a line that is not in cache when it is written takes longer than the sums that go there.
 template <bool NIBBLES>
 INLINE void multiply_panel(const Codes& panel, const Codes* next, const Activations& x, int64_t rows, float* lines,
                            const float* out, int64_t width) {
@@ -79,7 +79,8 @@ INLINE void quantized_panel(const QuantizedLinear& a, const Activations& x, cons
   }
   for (int64_t r = 0; r < rows; ++r) {
     Vec y[kPanelVecs];
-    finish_line<NIBBLES>(lines[0] + r * kPanel, outliers, codes[0], groups, 0, row + r, a.bias ? biases[0] : nullptr, y);
+    finish_line<NIBBLES>(lines[0] + r * kPanel, outliers, codes[0], groups, 0, row + r,
+                         a.bias ? biases[0] : nullptr, y);
     if (a.gated) {
       Vec up[kPanelVecs];
       finish_line<NIBBLES>(lines[1] + r * kPanel, outliers, codes[1], groups, 1, row + r,
@@ -128,8 +129,8 @@ INLINE void fill_line(int64_t k, int64_t groups, float* line, const Value& value
 }
 
 // `count` rows of the input, kRowsAtOnce at most, after the residual add and the norm that may come before the product.
-// Step by step for all of them: a row's steps wait for each other. lines: line_floats for each; total: where the residual
-// sums go, or null.
+// Step by step for all of them: a row's steps wait for each other. lines: line_floats for each; total: where the
+// residual sums go, or null.
 INLINE void quantize_rows(const QuantizedLinear& a, int64_t row, int64_t count, float* lines, float* total,
                           const Activations& to) {
   const int64_t k = a.k, whole = to.groups * kGroup, width = line_floats(to.groups);

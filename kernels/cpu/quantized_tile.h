@@ -119,7 +119,8 @@ INLINE Vec steps_of(Vec origins) {
   return reinterpret_cast<const Vec&>(bits);
 }
 
-// Quantise kGroup values to steps of `origin`, ties to even: so does adding it. Returns the whole numbers' sum by lanes.
+// Quantise kGroup values to steps of `origin`, ties to even: so does adding it. Returns the whole numbers' sum by
+// lanes.
 INLINE IntVec quantize_group(const float* x, float origin, ActivationGroup& to) {
   const IntVec none = splat(__builtin_bit_cast(int32_t, origin));
   IntVec sums = {};
@@ -165,8 +166,8 @@ INLINE LaneVec load_codes(const uint8_t* w, int i) {
 constexpr int group_bytes(bool nibbles) { return kGroup * kPanel / (nibbles ? 2 : 1); }
 constexpr int group_lines(bool nibbles) { return group_bytes(nibbles) / 64; }
 
-// A panel that will be read soon, and which of the cache lines of each of its groups to fetch meanwhile. A tile fetches a
-// few lines in each group: a CPU drops prefetches that come faster than memory answers.
+// A panel that will be read soon, and which of the cache lines of each of its groups to fetch meanwhile. A tile fetches
+// a few lines in each group: a CPU drops prefetches that come faster than memory answers.
 struct Ahead {
   Codes panel;
   int first, last;
@@ -186,8 +187,8 @@ INLINE void fetch_rest(const Codes& panel, int64_t g, int64_t groups) {
   for (int64_t line = g * 3; line < end; ++line) __builtin_prefetch(panel.rest + line * 64);
 }
 
-// Add the products of one group of ROWS rows to their totals. x: the first row's group, the others' `stride` behind each
-// other; w, scale: the group's, from the first of these columns on; steps: of the group that have activations.
+// Add the products of one group of ROWS rows to their totals. x: the first row's group, the others' `stride` behind
+// each other; w, scale: the group's, from the first of these columns on; steps: of the group that have activations.
 template <bool NIBBLES, bool WHOLE, int ROWS, int VECS>
 INLINE void add_group(const ActivationGroup* x, int64_t stride, const uint8_t* w, const uint16_t* scale, int64_t steps,
                       Vec (&total)[ROWS][VECS]) {

@@ -90,7 +90,8 @@ bool wait_for(SumLine& other, uint32_t number, SumLine& mine, int64_t wait_ns) {
   return true;
 }
 
-// What all ranks have brought of a piece: a slot for each, `stride` numbers apart. late: a rank that has not come, or -1.
+// What all ranks have brought of a piece: a slot for each, `stride` numbers apart. late: a rank that has not come, or
+// -1.
 struct Brought {
   const float* terms;
   int64_t stride, late;
@@ -105,7 +106,8 @@ Brought bring_all(const Tensor& x, const Tensor& memory, int64_t rank, int64_t s
   check_index(memory, "memory", at::kByte, 1);
   const int64_t slot = (memory.numel() - size * kSumLine) / (2 * size) / kSumLine * kSumLine / 4;
   const int64_t n = x.numel();
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size && n <= slot, "no memory for ", n, " numbers of rank ", rank, " of ", size);
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size && n <= slot, "no memory for ", n, " numbers of rank ", rank, " of ",
+                    size);
   char* const base = static_cast<char*>(memory.mutable_data_ptr());
   const auto line = [&](int64_t r) -> SumLine& { return *reinterpret_cast<SumLine*>(base + r * kSumLine); };
   const uint32_t piece = static_cast<uint32_t>(number);

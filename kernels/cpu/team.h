@@ -48,7 +48,8 @@ static inline Shares shares_of(int64_t count, const Begin& begin) {
   return shares;
 }
 
-// Up to `step` pieces of a share. turn: 0 at first; of the worker who takes. Returns the first, or -1 when none is left.
+// Up to `step` pieces of a share. turn: 0 at first; of the worker who takes. Returns the first, or -1 when none is
+// left.
 static inline int64_t take(Shares& shares, int worker, int64_t step, int64_t& turn, int64_t& end) {
   for (; turn < shares.count; ++turn) {
     const int64_t share = (worker + turn) % shares.count;
