@@ -129,6 +129,17 @@ def test_concurrent_requests_that_preempt_each_other_give_the_tokens_of_a_big_po
     assert_at_rest(small)
 
 
+def test_min_tokens_and_stop_tokens_count_from_the_prompt_after_preemption_too(mode: str) -> None:
+    e = engine(mode, num_blocks=10)
+    expected = {str(i): shadow_continuation(tokens(5 + i, i * 31), 14, VOCAB) for i in range(6)}
+    for i in range(6):
+        stop = params(16, min_tokens=14, stop_token_ids=[expected[str(i)][-1]])
+        e.add_request(str(i), tokens(5 + i, i * 31), stop)
+    assert drain(e) == expected
+    assert e.stats().preemptions > 0
+    assert_at_rest(e)
+
+
 def test_the_newest_request_of_the_lowest_priority_is_preempted(mode: str) -> None:
     e = engine(mode, num_blocks=6, caching=False)
     e.add_request("urgent", tokens(4), params(12), priority=-1)

@@ -251,6 +251,8 @@ async def test_cached_tokens_are_reported(real: Serve, block_size: int, cached: 
     async with real(block_size=block_size) as server:
         prompt = ids_of_length(50)
         cold, warm = [(await server.complete(prompt, temperature=0)).json() for _ in range(2)]
+        forked = (await server.complete([*prompt[:16], *prompt[:20]])).json()
+    assert forked["usage"]["prompt_tokens_details"] == {"cached_tokens": 0 if block_size == 32 else 16}
     assert cold["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
