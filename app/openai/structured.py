@@ -1,7 +1,8 @@
 """The form that an output must have: OpenAI's `response_format`, vLLM's `structured_outputs` and older `guided_*`."""
 
+import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -43,6 +44,8 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchemaFormat | None = None
 
 
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
 _UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_fallback", "disable_additional_properties")
 
 
@@ -62,7 +65,26 @@ class StructuredOutputs(RequestModel):
         for name in _UNSUPPORTED:
             if isinstance(given, dict) and given.get(name):
                 raise ValueError(f"{name} is not supported by this server")
+        if isinstance(given, dict):
+            _one_kind(given)
         return given
+
+
+def _one_kind(given: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless exactly one kind of form is asked for; it tells of misspelt ones, which else nobody
+    would."""
+    asked = [name for name in _KINDS if given.get(name) not in (None, False)]
+    if len(asked) == 1:
+        return
+    if not asked:
+        asked = [_shown(name) for name in given if name not in (*_KINDS, "disable_any_whitespace")]
+    instead = f", not {' and '.join(asked)}" if asked else ""
+    raise ValueError(f"takes exactly one of {', '.join(_KINDS[:-1])} and {_KINDS[-1]}{instead}")
+
+
+def _shown(name: str) -> str:
+    near = ["json"] if name == "json_schema" else difflib.get_close_matches(name.removeprefix("guided_"), _KINDS, n=1)
+    return f"{name[:64]} (did you mean {near[0]}?)" if near else name[:64]
 
 
 class StructuredFields(RequestModel):

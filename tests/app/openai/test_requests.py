@@ -371,6 +371,26 @@ def test_forms_that_are_none_are_refused_by_their_own_names(body: dict[str, Any]
         assert (caught.value.param or "").startswith(next(iter(body)))
 
 
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"json_schema": {"type": "object"}}, ", not json_schema (did you mean json?)"),
+        ({"choise": ["a"]}, ", not choise (did you mean choice?)"),
+        ({"guided_regex": "a"}, ", not guided_regex (did you mean regex?)"),
+        ({"json_object": False, "xml": "a"}, ", not xml"),
+        ({"json": {}, "regex": "a"}, ", not json and regex"),
+        ({"disable_any_whitespace": True}, ""),
+    ],
+)
+def test_of_structured_outputs_the_fields_of_http_are_named_and_the_one_that_was_meant(
+    given: dict[str, Any], instead: str
+) -> None:
+    error = refusal(chat, structured_outputs=given)
+    assert error.param == "structured_outputs"
+    told = "structured_outputs: takes exactly one of json, json_object, regex, choice and grammar"
+    assert error.message.startswith(f"{told}{instead} (got ")
+
+
 def test_only_one_form_can_be_asked_for() -> None:
     with pytest.raises(InvalidRequestError, match="one of them"):
         chat(guided_regex="a", response_format={"type": "json_object"}).structure()
