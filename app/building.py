@@ -18,12 +18,13 @@ from app.engine_deployment import EngineDeployment
 from app.ingress import OVERCOMMIT, SPARE, IngressDeployment
 from app.resources import gpus_to_ask_for, shard_bundle
 from app.router import AffinityRouter
-from app.settings import AppSettings, is_path
+from app.settings import AppSettings
 from engine.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from engine.errors import ConfigError
-from engine.hub import PACKAGED_MODELS, resolve_model
+from engine.hub import find_model
 from engine.model_config import load_model_config
 from engine.parallel.heads import check_heads
+from kernels.cpu_isa import isa_asked_for
 
 logger = logging.getLogger("ray.serve")
 
@@ -58,6 +59,8 @@ def build_application(
 ) -> serve.Application:
     """engine_class: another in its place is a benchmark's. Raises `ConfigError` for what cannot start here."""
     elsewhere = _cluster_is_elsewhere()
+    if not elsewhere:
+        _check_isa()
     if not elsewhere and (warning := port_in_use()) is not None:
         logger.warning(warning)
     log = LoggingConfig(log_level=settings.log_level, encoding=settings.log_encoding)
@@ -189,13 +192,24 @@ def _cluster_is_elsewhere() -> bool:
     return ray.is_initialized() or cluster_is_named()
 
 
+def _check_isa() -> None:
+    """The replicas, which have this environment too, would fail on it one after the other."""
+    try:
+        isa_asked_for()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _check_model(config: EngineConfig) -> None:
-    """A name or path that leads nowhere is told before Ray starts, and a model that so many ranks cannot share.
+    """What of a model would fail each replica is told before Ray starts: a name or path that leads nowhere, more
+    positions than it has, or heads that so many ranks cannot share.
 
     Nothing is fetched here: an alias or a Hub repository is the replicas' matter, where the files are needed.
     """
-    fetched = config.model in PACKAGED_MODELS or ("/" in config.model and not is_path(config.model))
-    if not fetched:
-        path = resolve_model(config.model)
-        if config.tensor_parallel_size > 1:
-            check_heads(load_model_config(path), config.tensor_parallel_size)
+    path = find_model(config.model)
+    if path is None or (config.max_model_len is None and config.tensor_parallel_size == 1):
+        return
+    model_config = load_model_config(path)
+    model_config.max_model_len(config.max_model_len)
+    if config.tensor_parallel_size > 1:
+        check_heads(model_config, config.tensor_parallel_size)

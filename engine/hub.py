@@ -95,6 +95,16 @@ def resolve_model(name: str) -> Path:
     )
 
 
+def find_model(name: str) -> Path | None:
+    """As `resolve_model`, but None in place of fetching; of a Hub repository always, which may have changed."""
+    if name in PACKAGED_MODELS:
+        spec = PACKAGED_MODELS[name]
+        return target if _is_complete(target := cache_dir() / spec.file_name, spec) else None
+    path = Path(os.path.expanduser(name))
+    fetched = not path.exists() and _REPO_ID.fullmatch(name) and path.suffix != ".gguf"
+    return None if fetched else resolve_model(name)
+
+
 def _hub_snapshot(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
 

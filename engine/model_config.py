@@ -96,6 +96,16 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def max_model_len(self, asked: int | None) -> int:
+        """Longest prompt plus output, tokens: as many as are asked for, or as the model has positions for.
+
+        Raises `ConfigError` if it has fewer than are asked for.
+        """
+        longest = self.max_position_embeddings
+        if (asked or 0) > longest:
+            raise ConfigError(f"max_model_len is {asked}, but the model has positions for {longest} tokens")
+        return asked or longest
+
 
 def load_model_config(path: Path) -> ModelConfig:
     """Read the shape of the model in a folder (config.json, generation_config.json) or of a `.gguf` file.

@@ -44,7 +44,7 @@ def load_runner(config: EngineConfig, path: Path, group: ParallelGroup | None = 
     precision = choose_precision(config, model_config, device)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
-    max_model_len = _max_model_len(config, model_config)
+    max_model_len = model_config.max_model_len(config.max_model_len)
     try:
         backend = select_backend(device, precision.dtype, model_config.head_dim, config.block_size, precision.kv_dtype)
     except ValueError as error:
@@ -101,13 +101,6 @@ def load_runner(config: EngineConfig, path: Path, group: ParallelGroup | None = 
     else:
         runner.warm_up()
     return runner
-
-
-def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    longest = model_config.max_position_embeddings
-    if (config.max_model_len or 0) > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model has positions for {longest} tokens")
-    return config.max_model_len or longest
 
 
 def _load_model(

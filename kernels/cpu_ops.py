@@ -5,7 +5,6 @@
 
 import functools
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.cpu_isa import isa_asked_for
 
 logger = logging.getLogger(__name__)
-
-ISA_VARIABLE = "NANOSERVE_CPU_ISA"
-ISAS = ("portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")
 
 _ops: Any = torch.ops.nanoserve
 
@@ -28,9 +25,7 @@ def load() -> bool:
 
     Raises `ValueError` if `NANOSERVE_CPU_ISA` names no instruction set, or one that this CPU lacks.
     """
-    isa = os.environ.get(ISA_VARIABLE, "")
-    if isa and isa not in ISAS:
-        raise ValueError(f"{ISA_VARIABLE} must be one of {', '.join(ISAS)} or unset, got {isa!r}")
+    isa = isa_asked_for()
     library = build.ensure_built()
     if library is None:
         return False
@@ -39,7 +34,7 @@ def load() -> bool:
     except OSError as error:
         logger.warning("CPU kernels at %s do not load, so plain torch runs, several times slower: %s", library, error)
         return False
-    use_isa(isa or "best")
+    use_isa(isa)
     return True
 
 
@@ -48,7 +43,7 @@ def usable(x: Tensor) -> bool:
 
 
 def use_isa(name: str) -> str:
-    """Choose the instruction set: "best" or one of `ISAS`. Returns the one in use.
+    """Choose the instruction set: "best" or one of `cpu_isa.ISAS`. Returns the one in use.
 
     Raises `ValueError` for a name that is unknown or that this CPU lacks.
     """

@@ -11,17 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Parameters = Mapping[str, Any]
+from kernels.rotary_kinds import REQUIRED
 
-REQUIRED: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor", "max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
-}
-"""Kinds, and the parameters that each must have."""
+Parameters = Mapping[str, Any]
 
 
 def rotary_frequencies(

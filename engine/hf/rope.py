@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import ConfigError
 from engine.model_config import RopeConfig
 from engine.models.families import Family
-from kernels.rotary_frequencies import REQUIRED
+from kernels.rotary_kinds import REQUIRED
 
 if TYPE_CHECKING:
     from engine.hf.config import ConfigReader

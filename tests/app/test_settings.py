@@ -22,6 +22,7 @@ from app.resources import gpus_to_ask_for
 from app.settings import OTHER_VARIABLES, Settings, load_settings
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import ConfigError
+from engine.hub import resolve_model
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[2]
@@ -202,13 +203,43 @@ def test_shards_have_bundles_of_their_own_behind_the_replicas() -> None:
     assert _resources(2, 0, "SPREAD")["placement_group_bundles"] == [{"CPU": 0.1}, {"CPU": 0.2}, {"CPU": 0.2}]
 
 
-def test_building_needs_neither_torch_nor_transformers_nor_a_cluster() -> None:
+def test_building_needs_neither_torch_nor_transformers_nor_a_cluster(tmp_path: Path) -> None:
+    args = {"model": str(tiny_models.llama(tmp_path)), "max_model_len": 512}
     code = (
         "import sys, app; assert not {'ray', 'starlette', 'pydantic'} & set(sys.modules)\n"
-        "app.deployment; assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        f"app.deployment; app.build({args}); assert not {{'torch', 'transformers'}} & set(sys.modules)\n"
         "import ray; assert not ray.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("args", "environ", "told"),
+    [
+        ({"max_model_len": 1025}, {}, "max_model_len is 1025, but the model has positions for 1024 tokens"),
+        ({}, {"NANOSERVE_CPU_ISA": "sse9"}, "NANOSERVE_CPU_ISA must be one of portable, .*got 'sse9'"),
+    ],
+)
+def test_what_would_fail_each_replica_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], environ: dict[str, str], told: str
+) -> None:
+    for name, value in ({"RAY_ADDRESS": ""} | environ).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=told):
+        app.build({"model": str(tiny_models.llama(tmp_path)), **args})
+
+
+def test_of_a_packaged_model_that_is_here_the_positions_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    resolve_model(DEFAULT_MODEL)
+    with pytest.raises(ConfigError, match="positions for 8192"):
+        app.build({"max_model_len": 100_000})
+    monkeypatch.setenv("NANOSERVE_CACHE", str(tmp_path))
+    app.build({"max_model_len": 100_000})
 
 
 @pytest.mark.parametrize("address", ["", "local"])

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from kernels import cpu_ops
+from kernels.cpu_isa import ISAS
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") else ["interpreted"]
 """Run by `test_interpreted.py`, in a process of their own."""
@@ -27,7 +28,7 @@ def _supported(isa: str) -> bool:
     return NEEDED[isa] <= set(flags)
 
 
-@pytest.fixture(params=cpu_ops.ISAS)
+@pytest.fixture(params=ISAS)
 def isa(request):
     """Each instruction set in turn; one that this CPU lacks must be refused by name, then portable runs instead."""
     assert cpu_ops.load(), "the C++ kernels did not build: run python -m kernels.build to see why"
