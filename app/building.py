@@ -44,6 +44,15 @@ LEADER_CPUS = 0.1
 HEALTH_TIMEOUT_S = 10
 """In which a replica has to say that it is well; one that misses it three times in a row is replaced."""
 
+SHORT_WAYS = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+}
+"""What shortens a request's way through Serve: one event loop in a replica, not three, so that no message changes
+threads, and gRPC between Serve's Python proxy and the ingress. Serve's throughput mode has these too, but keeps back
+log lines. Serve's processes read them when they start, so they can be set only where Ray starts."""
+
 _CONTROL_CALLS = 8
 """Calls for limits, statistics and health that a full replica takes beside its requests."""
 
@@ -61,8 +70,9 @@ def build_application(
     elsewhere = _cluster_is_elsewhere()
     if not elsewhere:
         _check_isa()
-    if not elsewhere and (warning := port_in_use()) is not None:
-        logger.warning(warning)
+        if (warning := port_in_use()) is not None:
+            logger.warning(warning)
+        take_short_ways()
     log = LoggingConfig(log_level=settings.log_level, encoding=settings.log_encoding)
     names = _engine_names(settings)
     engines = [
@@ -82,6 +92,12 @@ def build_application(
         logging_config=log,
     )
     return ingress.bind(settings, *engines)
+
+
+def take_short_ways() -> None:
+    """Let a Ray that starts from this process have `SHORT_WAYS`, where the environment does not say otherwise."""
+    for name, value in SHORT_WAYS.items():
+        os.environ.setdefault(name, value)
 
 
 def _engine_names(settings: AppSettings) -> list[str]:

@@ -13,6 +13,7 @@ import ray
 from ray import serve
 
 import app
+from app.building import take_short_ways
 from engine.outputs import EngineStats
 from tests import tiny_models
 from tests.live_server import free_port, held_of, values_of
@@ -105,7 +106,9 @@ def _pid(actor: str) -> int | None:
 
 @contextmanager
 def local_cluster(num_cpus: int, port: int) -> Iterator[None]:
-    """A Ray cluster, and Serve at `port` of the loopback with nothing on it. All of it ends with the context."""
+    """A Ray cluster as `serve run` starts it for the application, and Serve at `port` of the loopback with nothing on
+    it. All of it ends with the context."""
+    take_short_ways()
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, namespace="serve")
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

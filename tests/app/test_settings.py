@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from ray.serve.config import HTTPOptions
 
 import app
 from app.admission import Claim
-from app.building import _resources, build_application
+from app.building import SHORT_WAYS, _resources, build_application
 from app.engine_client import EngineLimits
 from app.ingress import admission
 from app.resources import gpus_to_ask_for
@@ -26,6 +27,15 @@ from engine.hub import resolve_model
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def short_ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What a build sets for Ray, which is not set before and not left behind."""
+    for name in SHORT_WAYS:
+        monkeypatch.setenv(name, "")  # what was there is put back
+        monkeypatch.delenv(name)
+    return SHORT_WAYS
 
 
 def test_defaults_are_the_engines_own() -> None:
@@ -251,6 +261,29 @@ def test_a_model_that_is_nowhere_is_told_before_anything_starts(
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=re.escape(model.removeprefix("./"))):
         app.build({"model": model})
+
+
+def test_a_ray_that_starts_here_takes_short_ways_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, short_ways: dict[str, str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    first, *others = short_ways
+    monkeypatch.setenv(first, "1")
+    app.build({})
+    assert {name: os.environ[name] for name in short_ways} == {first: "1"} | {name: short_ways[name] for name in others}
+    code = (
+        "from ray.serve._private.constants import *\n"
+        "assert not RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD and not RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP\n"
+        "assert RAY_SERVE_PROXY_USE_GRPC"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ | short_ways, check=True, timeout=60)
+
+
+def test_a_cluster_elsewhere_keeps_its_ways(monkeypatch: pytest.MonkeyPatch, short_ways: dict[str, str]) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    app.build({})
+    assert not set(short_ways) & set(os.environ)
 
 
 @pytest.mark.parametrize("address", ["", "local"])
