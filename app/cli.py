@@ -43,10 +43,12 @@ def _build(models: Sequence[str]) -> None:
     from engine.hub import resolve_model
     from kernels import cpu_ops
     from kernels.build import ensure_built
+    from kernels.cpu_isa import isa_asked_for
 
-    library = ensure_built(verbose=True)
     try:
-        cpu_ops.load()
+        isa_asked_for()
+        if library := ensure_built(verbose=True):
+            cpu_ops.load()
     except ValueError as error:  # NANOSERVE_CPU_ISA, which every replica would fail on
         raise ConfigError(str(error)) from error
     print(f"CPU kernels: {library or 'none; torch computes instead'}")

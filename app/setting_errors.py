@@ -1,21 +1,9 @@
-"""What is told of settings that are wrong, in a line that names them."""
+"""What is told of settings whose values are wrong, in a line that names them."""
 
-import difflib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import ValidationError
-
-
-def unknown_settings(names: Sequence[str], shown: Callable[[str], str], known: Collection[str]) -> str:
-    """Which are meant, or, where none is like them, which there are.
-
-    shown: a setting's name as the person wrote it.
-    """
-    likely = {name: difflib.get_close_matches(name.lower(), known, n=1) for name in names}
-    found = [f"{shown(name)} (did you mean {near[0]}?)" if near else shown(name) for name, near in likely.items()]
-    text = f"unknown setting {', '.join(found)}"
-    return text if all(likely.values()) else f"{text}; known are {', '.join(sorted(known))}"
 
 
 def wrong_values(error: ValidationError, shown: Callable[[str], str]) -> str:

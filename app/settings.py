@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, create_model, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from app.setting_errors import unknown_settings, wrong_values
+from app.setting_errors import wrong_values
 from engine.config import ALIASES, EngineConfig
 from engine.errors import ConfigError
 from engine.hub import PACKAGED_MODELS
+from engine.unknown_settings import unknown_settings
 
 ENV_PREFIX = "NANOSERVE_"
 
@@ -234,7 +235,7 @@ def _checked(given: dict[str, Any], shown: Callable[[str], str]) -> AppSettings:
             given[name] = os.path.abspath(os.path.expanduser(given[name]))
     known = set(Settings.model_fields)
     if unknown := sorted(given.keys() - known):
-        raise ConfigError(unknown_settings(unknown, shown, known))
+        raise ConfigError(unknown_settings(unknown, known, shown))
     for name in _NUMBERS & given.keys():
         if isinstance(given[name], bool):  # pydantic would take them for 1 and 0
             raise ConfigError(f"{shown(name)}: must be a number, got {given[name]!r}")

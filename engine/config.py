@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from engine.errors import ConfigError
+from engine.unknown_settings import unknown_settings
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -163,7 +164,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **settings: Any) -> Self:
-        """Build from keyword arguments; aliases are taken, an unknown name is an error that lists the known."""
+        """Build from keyword arguments; aliases are taken, an unknown name is an error that says which is meant."""
         for alias, name in ALIASES.items():
             if alias in settings:
                 if name in settings:
@@ -171,7 +172,7 @@ class EngineConfig:
                 settings[name] = settings.pop(alias)
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(settings) - known):
-            raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            raise ConfigError(unknown_settings(unknown, known))
         return cls(**settings)
 
 

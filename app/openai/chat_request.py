@@ -36,23 +36,29 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.continue_final_message:
             if self.add_generation_prompt:
-                raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
+                raise InvalidRequestError(
+                    "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
+                )
             if self.messages[-1].role == "tool" or self.messages[-1].tool_calls:
-                raise ValueError("continue_final_message needs a last message of text, not of tool calls or results")
+                raise InvalidRequestError(
+                    "continue_final_message needs a last message of text, not of tool calls or results",
+                    "continue_final_message",
+                )
         self._check_tools()
         return self
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise ValueError("tools: two functions have the same name")
+            raise InvalidRequestError("tools: two functions have the same name", "tools")
         if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: there is no function {self.tool_choice.function.name[:128]!r} in tools")
+            name = self.tool_choice.function.name[:128]
+            raise InvalidRequestError(f"tool_choice: there is no function {name!r} in tools", "tool_choice")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice is 'required', but tools has none")
+            raise InvalidRequestError("tool_choice is 'required', but tools has none", "tool_choice")
 
     @property
     def offered_tools(self) -> list[Tool]:

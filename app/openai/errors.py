@@ -65,8 +65,10 @@ def from_validation_error(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return ApiError(400, f"{param} is required.", param=param, code="missing_required_parameter")
-    if not param:  # a rule about several fields together
-        return ApiError(400, message, code="invalid_value")
+    if not param:  # a rule about several fields together, which may name one
+        cause = first.get("ctx", {}).get("error")
+        named = cause.param if isinstance(cause, InvalidRequestError) else None
+        return ApiError(400, message, param=named, code="invalid_value")
     given = repr(first.get("input"))
     given = given if len(given) <= 80 else given[:77] + "..."
     return ApiError(400, f"{param}: {message} (got {given})", param=param, code="invalid_value")

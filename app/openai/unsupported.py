@@ -3,6 +3,7 @@
 Each has the values that ask for nothing and so are taken.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,11 +50,11 @@ def refuse_unsupported(body: Mapping[str, Any], table: Mapping[str, tuple[Any, .
     """Raise the 400 for the first parameter of `body` that asks for what is not there."""
     for name in table.keys() & body.keys():
         if not any(_same(body[name], neutral) for neutral in table[name]):
-            allowed = " or ".join(repr(value) for value in table[name] if value is not None)
+            allowed = " or ".join(json.dumps(value) for value in table[name] if value is not None)
             advice = f"leave it out or give {allowed}" if allowed else "leave it out"
             raise ApiError(
                 400,
-                f"{name} is not supported by this server: {advice} (got {str(body[name])[:80]!r}).",
+                f"{name} is not supported by this server: {advice} (got {json.dumps(body[name])[:80]}).",
                 param=name,
                 code="unsupported_parameter",
             )

@@ -74,8 +74,8 @@ def read_adapter(
             )
         if rank > max_rank:
             raise AdapterError(
-                f"{folder}: {module} has rank {rank}, above max_lora_rank, which is {max_rank}: start with a higher "
-                "one."
+                f"{folder}: {module} has rank {rank}, above max_lora_rank, which is {max_rank}: start with "
+                f"max_lora_rank={peft.highest_rank} or more."
             )
         a, scaled = a.to(dtype), (b.float() * peft.scale_of(name)).to(dtype)
         if not (a.isfinite().all() and scaled.isfinite().all()):

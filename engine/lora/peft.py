@@ -42,6 +42,10 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float]
     use_rslora: bool
 
+    @property
+    def highest_rank(self) -> int:
+        return max([self.rank, *self.rank_pattern.values()])
+
     def rank_of(self, module: str) -> int:
         return _matching(self.rank_pattern, module, self.rank)
 

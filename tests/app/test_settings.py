@@ -136,6 +136,8 @@ def test_a_misspelt_setting_is_told_with_the_one_that_was_meant() -> None:
     told = r"^unknown setting max_num_seq \(did you mean max_num_seqs\?\)"
     with pytest.raises(ConfigError, match=rf"{told}$"):
         load_settings({"max_num_seq": 4}, {})
+    with pytest.raises(ConfigError, match=r"^unknown setting NANOSERVE_MAX_NUM_SEQ \(.* NANOSERVE_MAX_NUM_SEQS\?\)$"):
+        load_settings({}, {"NANOSERVE_MAX_NUM_SEQ": "4"})
     with pytest.raises(ConfigError, match=r"^unknown setting DTYPES \(did you mean dtype\?\)$"):
         load_settings({"DTYPES": "auto"}, {})
     with pytest.raises(ConfigError, match=r"^unknown setting bogus, max_num_seq .*; known are allow_runtime_lora"):
@@ -322,6 +324,20 @@ def test_the_command_refuses_an_instruction_set_that_is_none(
     monkeypatch.setenv("NANOSERVE_CPU_ISA", "sse9")
     assert main(["build"]) == 2
     assert "sse9" in capsys.readouterr().err
+
+
+def test_the_command_tells_once_that_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from app.cli import main
+    from kernels import cpu_ops
+
+    monkeypatch.setattr(cpu_ops, "load", cpu_ops.load.__wrapped__)
+    monkeypatch.setattr("engine.hub.resolve_model", Path)
+    monkeypatch.setenv("NANOSERVE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["build"]) == 0
+    assert caplog.text.count("no-such-compiler") == 1
 
 
 def test_the_command_refuses_bad_settings_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from engine.sampling_params import SamplingParams
         ({"seed": "x"}, "seed must be a whole number"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be true or false"),
         ({"async_scheduling": "no"}, "async_scheduling must be true, false or unset"),
-        ({"max_model_length": 3}, "unknown setting max_model_length; known are .*max_model_len"),
+        ({"bogus": 3}, "unknown setting bogus; known are .*max_model_len"),
         ({"enable_lora": 1}, "enable_lora must be true or false"),
         ({"max_loras": 0}, "max_loras must be a whole number of at least 1"),
         ({"max_lora_rank": 513}, "max_lora_rank must be at most 512"),
@@ -51,6 +51,11 @@ from engine.sampling_params import SamplingParams
 def test_a_bad_setting_is_an_error_that_names_it(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_kwargs(**settings)
+
+
+def test_a_misspelt_setting_is_told_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"^unknown setting max_modl_len \(did you mean max_model_len\?\)$"):
+        EngineConfig.from_kwargs(max_modl_len=3)
 
 
 def test_model_path_is_another_name_of_model() -> None:

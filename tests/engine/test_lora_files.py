@@ -96,7 +96,10 @@ def test_half_a_pair_is_refused(base, engine, tmp_path):
 
 def test_a_rank_above_the_limit_names_the_setting(base, engine, tmp_path):
     write_adapter(tmp_path, base, targets=["q_proj"], rank_pattern={"q_proj": 9})
-    with pytest.raises(AdapterError, match="q_proj has rank 9, above max_lora_rank, which is 8"):
+    with pytest.raises(AdapterError, match=r"q_proj has rank 9, above max_lora_rank, which is 8: .*max_lora_rank=9 "):
+        load(engine, tmp_path)
+    write_adapter(tmp_path, base, targets=["q_proj", "k_proj"], rank_pattern={"q_proj": 9, "k_proj": 12})
+    with pytest.raises(AdapterError, match="max_lora_rank=12 "):
         load(engine, tmp_path)
 
 

@@ -163,6 +163,7 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str, 
     for parse in (chat, completion):
         error = refusal(parse, **{name: value})
         assert (error.param, error.code) == (name, "unsupported_parameter")
+        assert error.message.endswith(f"(got {json.dumps(value)}).")
         parse(**{name: neutral})
 
 
@@ -180,7 +181,7 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str, 
 )  # fmt: skip
 def test_refused_in_chats(name: str, value: Any) -> None:
     error = refusal(chat, **{name: value})
-    assert name in (error.param or error.message)
+    assert (error.param or "").startswith(name)
 
 
 @pytest.mark.parametrize(
