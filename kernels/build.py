@@ -89,7 +89,7 @@ def _find_or_build(say: Callable[[str], object]) -> Path:
             return target / LIBRARY
         for leftover in root.glob(f"{target.name}.building-*"):  # whoever made it no longer holds the lock
             shutil.rmtree(leftover, ignore_errors=True)
-        say(f"Building the CPU kernels with {shlex.join(compiler)}, once; about 15 seconds ...")
+        say(f"Building the CPU kernels with {shlex.join(compiler)}, once; half a minute on two cores ...")
         begin = time.perf_counter()
         folder = Path(tempfile.mkdtemp(prefix=f"{target.name}.building-", dir=root))
         try:
