@@ -1,6 +1,6 @@
 # Everything runs in a virtual environment inside the clone. Each target is idempotent.
 #
-#   make serve    environment, C++ kernels, default model, then `serve run app:deployment`
+#   make serve    environment, C++ kernels, the model, then `serve run app:deployment`
 #   make gpu-check   what only a GPU can show, with the Python that runs it: a CUDA image needs nothing installed
 #   make test     environment with test extras, then lint, types and the whole suite
 #   make conformance    other people's suites and the official clients against the running application
@@ -8,7 +8,7 @@
 # PYTHON            the interpreter to make the environment with (3.11 to 3.13)
 # TORCH_INDEX_URL   an index to take torch from, e.g. PyTorch's own CPU index: without an NVIDIA card it saves gigabytes
 # SUITES            those of `make conformance`; all by default (docs/conformance.md names them)
-# ARGS              further settings of `make serve`, as key=value (turns it into `serve run app:build key=value ...`)
+# ARGS              further settings of `make serve`, as key=value (it then ends in `serve run app:build key=value ...`)
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,8 +19,9 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 
 .PHONY: serve test lint bench conformance gpu-check build clean
 
-serve: build
-	$(BIN)/serve run $(if $(ARGS),app:build $(ARGS),app:deployment)
+# Checks settings and port, builds, fetches, and becomes `serve run app:deployment`, or with ARGS `app:build $(ARGS)`.
+serve: $(VENV)/.serve
+	$(BIN)/nanoserve serve $(ARGS)
 
 test: $(VENV)/.test lint build
 	$(BIN)/python -m pytest

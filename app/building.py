@@ -182,7 +182,7 @@ def _replicas(settings: AppSettings) -> dict[str, Any]:
 
 
 def port_in_use() -> str | None:
-    """What to tell a person if something listens where a Serve that starts here will.
+    """What to tell a person if something listens where a Serve that starts here will, unless a file says otherwise.
 
     Serve binds with SO_REUSEPORT: a second one starts without an error, and each gets half of the connections.
     """
@@ -193,8 +193,9 @@ def port_in_use() -> str | None:
     except OSError:
         return None
     return (
-        f"something listens on {address[0]}:{address[1]} already: a second server there would get only a part of the "
-        "requests, and the first one the rest; stop that one, or set RAY_ADDRESS to deploy to the cluster that has it"
+        f"something listens on {address[0]}:{address[1]} already: stop it; or, for another port, copy "
+        "ray_configs/single.yaml, change http_options.port there and `serve run` the copy; or, if it is a Serve that "
+        "should have this application, set RAY_ADDRESS=auto"
     )
 
 

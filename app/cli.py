@@ -19,7 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         settings = _pairs(options.settings)
-        _build([model.engine_config().model for model in load_settings(settings).each])
+        models = load_settings(settings).each
+        if options.command == "serve":
+            _check_port()
+        _build([model.engine_config().model for model in models])
         if options.command == "serve":
             _serve(settings)
     except ConfigError as error:
@@ -56,15 +59,19 @@ def _build(models: Sequence[str]) -> None:
         print(f"model: {resolve_model(model)}")
 
 
-def _serve(settings: dict[str, str]) -> None:
-    """Become `serve run`, so that Ctrl-C and everything else is Ray's own. Raises `ConfigError` if one runs here."""
+def _check_port() -> None:
+    """Raises `ConfigError` if a server would start here and something else has its port."""
     from app.building import cluster_is_named, port_in_use
 
     if not cluster_is_named() and (problem := port_in_use()) is not None:
         raise ConfigError(problem)
+
+
+def _serve(settings: dict[str, str]) -> None:
+    """Become `serve run`, so that Ctrl-C and everything else is Ray's own."""
     arguments = [f"{name}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "app:build", *arguments]
-    os.execv(sys.executable, command)
+    application = ["app:build", *arguments] if arguments else ["app:deployment"]
+    os.execv(sys.executable, [sys.executable, "-m", "ray.serve.scripts", "run", *application])
 
 
 if __name__ == "__main__":

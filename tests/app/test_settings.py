@@ -296,10 +296,11 @@ def test_a_second_server_on_the_same_port_is_told(
 
     warnings: list[str] = []
     started: list[list[str]] = []
+    built: list[list[str]] = []
     monkeypatch.setattr("app.building.logger.warning", warnings.append)
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr(cli, "_build", lambda model: None)
+    monkeypatch.setattr(cli, "_build", built.append)
     monkeypatch.setattr("os.execv", lambda path, arguments: started.append(arguments))
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = first.getsockname()[1]
@@ -307,11 +308,26 @@ def test_a_second_server_on_the_same_port_is_told(
         app.build({})
         assert f"127.0.0.1:{port}" in warnings.pop()
         assert cli.main(["serve"]) == 2
-        assert f"127.0.0.1:{port}" in capsys.readouterr().err
+        (told,) = capsys.readouterr().err.splitlines()
+        assert f"127.0.0.1:{port}" in told
+        assert "ray_configs/single.yaml, change http_options.port" in told
+        assert not built
     app.build({})
     assert not warnings
     assert cli.main(["serve"]) == 0
-    assert len(started) == 1
+    assert cli.main(["serve", "max_num_seqs=4", "model=/some/model"]) == 0
+    assert [arguments[-2:] for arguments in started] == [
+        ["run", "app:deployment"],
+        ["max_num_seqs=4", "model=/some/model"],
+    ]
+    assert built == [[DEFAULT_MODEL], ["/some/model"]]
+
+
+def test_make_serve_asks_the_command_which_checks_settings_before_it_builds() -> None:
+    words = ["make", "--no-print-directory", "--dry-run", "serve", "ARGS=a=1 b=2"]
+    *before, last = subprocess.check_output(words, cwd=ROOT, text=True).splitlines()
+    assert last == ".venv/bin/nanoserve serve a=1 b=2"
+    assert not [line for line in before if "nanoserve" in line]
 
 
 def test_the_command_refuses_an_instruction_set_that_is_none(
