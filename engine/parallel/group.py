@@ -116,6 +116,8 @@ class ParallelGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, of any one shape; x may be overwritten."""
         x = x.contiguous()
+        if not x.numel():  # a layer's output where no token is sampled from
+            return x
         if (exchange := self._exchange) is not None and exchange.adds(x):
             total: Tensor = self._wait("all_reduce", lambda: exchange.all_reduce(x, self.timeout_s))
             return total

@@ -30,6 +30,7 @@ def collectives(group: ParallelGroup) -> dict[str, object]:
         sums.append(group.all_reduce(x.view(4, -1).clone()))
         # A column of a matrix is no piece of memory of its own.
         sums.append(group.all_reduce(x.view(-1, 4)[:, 1:]))
+    nothing = group.all_reduce(torch.empty(0, 4))  # a last layer's output where no token is sampled from
     compiled = group._exchange is not None and group._exchange.adds(x)
     logits = group.gather(torch.full((2, 3), float(rank)), width=3 * size - 1)
     many = group.gather(torch.full((50, 2000), float(rank)), width=2000 * size - 3)
@@ -41,6 +42,7 @@ def collectives(group: ParallelGroup) -> dict[str, object]:
         "compiled": compiled,
         "min": smallest,
         "sums": sums,
+        "nothing": nothing.shape,
         "logits": logits,
         "many": many,
         "chosen": chosen,
@@ -58,6 +60,7 @@ def test_collectives(size: int, compiled: bool) -> None:
         assert result["compiled"] == (compiled and size > 1)
         assert result["local"] == size
         assert result["min"] == 10 - (size - 1)
+        assert result["nothing"] == (0, 4)
         assert result["chosen"].tolist() == [7, 8]
         # Added in the order of ranks, to the bit, on all of them.
         for i, count in enumerate(SIZES):

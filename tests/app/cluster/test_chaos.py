@@ -103,9 +103,9 @@ def test_a_step_that_fails_is_told_to_its_requests_and_leaves_those_of_other_rep
 
     async def ask_all() -> list[Events]:
         async with httpx.AsyncClient(base_url=pool.url, timeout=60) as http:
+            engine = pool.engine_actors()[0]  # before: to find it takes as long as some streams
             asked = [asyncio.ensure_future(ask(http, i)) for i in range(12)]
             await until(lambda: begun == 12, 20)
-            engine = pool.engine_actors()[0]
             await asyncio.to_thread(lambda: ray.get(engine.__ray_call__.remote(fail_next_step)))
             return await asyncio.gather(*asked)
 
