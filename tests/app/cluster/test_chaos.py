@@ -11,8 +11,7 @@ import ray
 
 from benchmarks.chaos import Report, Traffic, torment
 from benchmarks.pools.local import Pool, application, kill
-from tests.app.cluster.conftest import PORT, went_on
-from tests.app.harness import Events, parse_events, until
+from tests.app.cluster.conftest import PORT, ask_and, went_on
 
 
 @pytest.fixture(scope="module")
@@ -89,27 +88,8 @@ def test_a_step_that_fails_is_told_to_its_requests_and_leaves_those_of_other_rep
 
         engine.runner.launch = failing
 
-    begun = 0
-
-    async def ask(http: httpx.AsyncClient, i: int) -> Events:
-        nonlocal begun
-        body = {"prompt": [5 + i], "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            parts = []
-            async for part in response.aiter_bytes():
-                begun += not parts
-                parts.append(part)
-        return parse_events(httpx.Response(response.status_code, headers=response.headers, content=b"".join(parts)))
-
-    async def ask_all() -> list[Events]:
-        async with httpx.AsyncClient(base_url=pool.url, timeout=60) as http:
-            engine = pool.engine_actors()[0]  # before: to find it takes as long as some streams
-            asked = [asyncio.ensure_future(ask(http, i)) for i in range(12)]
-            await until(lambda: begun == 12, 20)
-            await asyncio.to_thread(lambda: ray.get(engine.__ray_call__.remote(fail_next_step)))
-            return await asyncio.gather(*asked)
-
-    events = asyncio.run(ask_all())
+    engine = pool.engine_actors()[0]  # before: to find it takes as long as some streams
+    events = ask_and(pool, lambda: ray.get(engine.__ray_call__.remote(fail_next_step)), *[1500] * 12)
     failed = [each for each in events if not each.done]
     assert 1 <= len(failed) < 12
     for each in failed:

@@ -11,8 +11,8 @@ from ray import serve
 
 from benchmarks.chaos import Report, Traffic
 from benchmarks.pools.local import APP, Pool, application, kill
-from tests.app.cluster.conftest import PORT, went_on
-from tests.app.harness import Events, parse_events, until
+from tests.app.cluster.conftest import PORT, ask_and, went_on
+from tests.app.harness import until
 
 BODIES = [
     {"prompt": [5 + i], "max_tokens": 300 + 100 * i, "ignore_eos": True, "stream": True, "return_token_ids": True,
@@ -62,30 +62,6 @@ def test_a_replica_too_many_ends_what_it_runs(pool: Pool) -> None:
 
     assert_all_end_whole(pool, shrink)
     assert went_on() == before, "each had the time to end where it was"
-
-
-def ask_and(pool: Pool, act: Callable[[], object], *max_tokens: int) -> list[Events]:
-    """Streams of these lengths, whole; once all have begun, `act` runs. None stands still for long."""
-    begun = 0
-
-    async def ask(http: httpx.AsyncClient, length: int) -> Events:
-        nonlocal begun
-        body = {"prompt": [5], "max_tokens": length, "ignore_eos": True, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            parts = []
-            async for part in response.aiter_bytes():
-                begun += not parts
-                parts.append(part)
-        return parse_events(httpx.Response(response.status_code, headers=response.headers, content=b"".join(parts)))
-
-    async def ask_all() -> list[Events]:
-        async with httpx.AsyncClient(base_url=pool.url, timeout=15) as http:
-            asked = [asyncio.ensure_future(ask(http, length)) for length in max_tokens]
-            await until(lambda: begun == len(asked), 30)
-            await asyncio.to_thread(act)
-            return await asyncio.gather(*asked)
-
-    return asyncio.run(ask_all())
 
 
 def test_an_ingress_that_gets_sigterm_ends_its_streams(pool: Pool) -> None:

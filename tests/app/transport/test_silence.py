@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -76,15 +77,15 @@ async def two_replicas() -> AsyncIterator[Silent]:
         it.handle.avoided = names  # as the router does
         lose(names)
 
-    carriers.lose = avoid_and_lose  # type: ignore[method-assign]
-    watching = asyncio.ensure_future(watch(it.handle, it.pool, carriers))
-    try:
-        yield it
-    finally:
-        watching.cancel()
-        for gate, replica in zip(it.gates, it.replicas, strict=True):
-            gate.open.set()
-            replica.close()
+    with patch.object(carriers, "lose", avoid_and_lose):
+        watching = asyncio.ensure_future(watch(it.handle, it.pool, carriers))
+        try:
+            yield it
+        finally:
+            watching.cancel()
+            for gate, replica in zip(it.gates, it.replicas, strict=True):
+                gate.open.set()
+                replica.close()
 
 
 def names(it: Silent) -> list[str]:
