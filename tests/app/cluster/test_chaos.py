@@ -134,7 +134,7 @@ def test_streams_outlive_their_replicas(pool: Pool) -> None:
 def test_an_update_that_exceeds_its_drain_fails_no_request(pool: Pool) -> None:
     """All replicas of both kinds are replaced, under streams that take longer than an engine has to drain."""
     bodies = [
-        {"prompt": [5 + i], "max_tokens": 300 + 100 * i, "ignore_eos": True, "stream": True, "return_token_ids": True,
+        {"prompt": [5 + i], "max_tokens": 1500 + 250 * i, "ignore_eos": True, "stream": True, "return_token_ids": True,
          "temperature": 1.0, "seed": i}
         for i in range(4)
     ]  # fmt: skip
