@@ -190,7 +190,9 @@ def test_ranks_go_on_after_a_step_that_failed(
 def test_three_ranks_of_which_two_only_wait(model: Path, expected: dict[str, list[int]]) -> None:
     faults = [Fault("all_reduce", rank=2), Fault("start", rank=1)]
     model = tiny_models.llama(model.parent / "six", num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
-    for tokens, failed, live in run_ranks(3, serve, model, faults)[0]:
+    for result in run_ranks(3, serve, model, faults)[0]:
+        assert not isinstance(result, str), result
+        tokens, failed, live = result
         assert (failed.keys(), live) == ({"runs", "poison"}, 0)
         assert tokens["again"][: len(tokens["runs"])] == tokens["runs"]
 

@@ -78,18 +78,23 @@ def test_a_session_stays_at_one_replica_through_both_ingresses(pool: Pool) -> No
 
 
 def test_a_step_that_fails_is_told_to_its_requests_and_leaves_those_of_other_replicas(pool: Pool) -> None:
-    def fail_next_step(actor: Any) -> None:
+    def fail_a_step(actor: Any) -> None:
         engine = actor._replica_impl._user_callable_wrapper._callable._replica._step_loop.engine
         launch = engine.runner.launch
+        steps = 0
 
-        def failing(_: Any) -> None:
+        def failing(plan: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps < 700:  # all have begun, and none has its 1,500 tokens
+                return launch(plan)
             engine.runner.launch = launch
             raise RuntimeError("a secret of the engine")
 
         engine.runner.launch = failing
 
-    engine = pool.engine_actors()[0]  # before: to find it takes as long as some streams
-    events = ask_and(pool, lambda: ray.get(engine.__ray_call__.remote(fail_next_step)), *[1500] * 12)
+    ray.get(pool.engine_actors()[0].__ray_call__.remote(fail_a_step))
+    events = ask_and(pool, lambda: None, *[1500] * 12)
     failed = [each for each in events if not each.done]
     assert 1 <= len(failed) < 12
     for each in failed:
