@@ -34,12 +34,12 @@ class HostExchange:
         self._ring = ring
         self._writer = RingWriter(ring)
         self._readers = {other: RingReader(theirs, rank - (rank > other)) for other, theirs in rings.items()}
-        self._rings = list(rings.values())
+        self._rings = rings
         self._rank = rank
         self._sums = sums
         self._sum = None if sums is None else SharedSum(sums.mapped, rank, 1 + len(rings))
         self._ends = select.poll()
-        self._processes = [os.pidfd_open(theirs.pid) for theirs in self._rings]
+        self._processes = [os.pidfd_open(theirs.pid) for theirs in rings.values()]
         for process in self._processes:
             self._ends.register(process, select.POLLIN)
 
@@ -91,16 +91,21 @@ class HostExchange:
         self._writer.send(data.tobytes(), timeout_s, self._raise_if_gone)
 
     def receive(self, other: int, like: Tensor, timeout_s: float) -> Tensor:
-        """What the other rank sent, of the shape and type of `like`."""
-        message = self._readers[other].receive(timeout_s, self._raise_if_gone)
-        self._raise_if_given_up()
+        """What the other rank sent, of the shape and type of `like`.
+
+        Good whoever has given up meanwhile: a rank that is ahead may already have failed in the next step, and this one
+        must not fail in a step whose tokens are out.
+        """
+        message = self._readers[other].receive(timeout_s, lambda: self._raise_if_gone(other))
         return torch.frombuffer(message, dtype=like.dtype).view(like.shape)
 
     def all_gather(self, x: Tensor, timeout_s: float) -> list[Tensor]:
         """Every rank's x, in the order of ranks; of this one x itself."""
         self.send(x, timeout_s)
         ranks = range(len(self._readers) + 1)
-        return [x if rank == self._rank else self.receive(rank, x, timeout_s) for rank in ranks]
+        parts = [x if rank == self._rank else self.receive(rank, x, timeout_s) for rank in ranks]
+        self._raise_if_given_up()  # what one has sent that did not wait for this one's is of no use
+        return parts
 
     def give_up(self) -> None:
         """What others have sent and this rank has not waited for is of no use to anybody: they are to know."""
@@ -117,13 +122,14 @@ class HostExchange:
             os.close(process)
         self._processes = []
 
-    def _raise_if_gone(self) -> None:
-        self._raise_if_given_up()
+    def _raise_if_gone(self, other: int | None = None) -> None:
+        """other: the rank that is waited for, None for all."""
+        self._raise_if_given_up(other)
         if self._ends.poll(0):
             raise ChannelClosedError("the process of another rank has ended")
 
-    def _raise_if_given_up(self) -> None:
-        if any(ring.given_up for ring in self._rings):
+    def _raise_if_given_up(self, other: int | None = None) -> None:
+        if any(ring.given_up for rank, ring in self._rings.items() if other in (None, rank)):
             raise ChannelClosedError("another rank has waited too long")
 
 
