@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from ray.serve._private.request_router.common import ReplicaQueueLengthCache
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 MAX_KNOWN_BLOCKS = 200_000
@@ -47,6 +48,10 @@ all of the prompt is cached: what is computed again holds up those that it joins
 
 FULL_KV = 0.05
 """Share of free KV below which a replica would have to preempt for another request."""
+
+QUEUE_KNOWN_S = 2.0
+"""That the length of a queue is believed. Serve's 10 s are too long: what other ingress replicas had there then ends
+unseen, and a replica that nobody asks any more stays as busy as it was thought to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         from app.reports.pool import pool_of
 
         self._affinity = Affinity()
+        self._replica_queue_len_cache = ReplicaQueueLengthCache(
+            staleness_timeout_s=QUEUE_KNOWN_S, get_curr_time_s=self._get_curr_time_s
+        )
         self._pool = pool_of(self._deployment_id.name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

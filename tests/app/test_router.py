@@ -2,13 +2,15 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from ray import cloudpickle
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 from ray.serve.config import RequestRouterConfig
 
 from app.reports.pool import Pool
-from app.router import FULL_KV, Affinity, AffinityRouter, Busy
+from app.router import FULL_KV, QUEUE_KNOWN_S, Affinity, AffinityRouter, Busy
 from engine.block_hash import block_hashes
 
 NAMES = ("a", "b", "c", "d")
@@ -198,6 +200,18 @@ def test_serve_takes_the_router_by_value() -> None:
     assert data is not None
     assert b"engine." not in data
     assert cloudpickle.loads(data).__name__ == "AffinityRouter"
+
+
+def test_a_queue_of_which_nothing_was_heard_for_long_is_as_its_replica_reports() -> None:
+    """Ten requests of another ingress replica were there at this one's last request, and have ended since."""
+    now = 100.0
+    router = AffinityRouter(DeploymentID("engine", "app"), DeploymentHandleSource.UNKNOWN, get_curr_time_s=lambda: now)
+    router.initialize_state()
+    replica = SimpleNamespace(replica_id="a", routing_stats={"load": 1})
+    router._replica_queue_len_cache.update("a", 11)
+    assert router._busy(replica).requests == 11
+    now += QUEUE_KNOWN_S + 0.1
+    assert router._busy(replica).requests == 1
 
 
 @pytest.mark.parametrize("blocks", [1, 2000])
