@@ -135,7 +135,7 @@ class ParallelGroup:
             gathered: Tensor | None = self._wait("gather", lambda: exchange.gather(x, self.timeout_s))
             parts = () if gathered is None else gathered.unbind()
         elif self._by_memory(x):
-            parts = self._all_gather(x)
+            parts = self._all_gather(x, used=self.rank == 0)
         else:
             parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
             results = [parts] if parts else []
@@ -201,10 +201,10 @@ class ParallelGroup:
         """What brings x to the others through shared memory, if that is the way for it; the same on all ranks."""
         return self._exchange if x.numel() * x.element_size() <= MAX_BYTES else None
 
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, in the order of ranks; of this one it may be x itself."""
+    def _all_gather(self, x: Tensor, used: bool = True) -> list[Tensor]:
+        """Every rank's x, in the order of ranks; of this one it may be x itself. used: whether they are, here."""
         if (exchange := self._by_memory(x)) is not None:
-            parts: list[Tensor] = self._wait("all_gather", lambda: exchange.all_gather(x, self.timeout_s))
+            parts: list[Tensor] = self._wait("all_gather", lambda: exchange.all_gather(x, self.timeout_s, used))
             return parts
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._wait("all_gather", lambda: self._backend.allgather([parts], [x]).wait())

@@ -99,12 +99,14 @@ class HostExchange:
         message = self._readers[other].receive(timeout_s, lambda: self._raise_if_gone(other))
         return torch.frombuffer(message, dtype=like.dtype).view(like.shape)
 
-    def all_gather(self, x: Tensor, timeout_s: float) -> list[Tensor]:
-        """Every rank's x, in the order of ranks; of this one x itself."""
+    def all_gather(self, x: Tensor, timeout_s: float, used: bool) -> list[Tensor]:
+        """Every rank's x, in the order of ranks; of this one x itself. used: whether this rank makes something of them;
+        if not, it is good whoever has given up meanwhile, as in `receive`."""
         self.send(x, timeout_s)
         ranks = range(len(self._readers) + 1)
         parts = [x if rank == self._rank else self.receive(rank, x, timeout_s) for rank in ranks]
-        self._raise_if_given_up()  # what one has sent that did not wait for this one's is of no use
+        if used:
+            self._raise_if_given_up()  # what one has sent that did not wait for this one's is of no use
         return parts
 
     def give_up(self) -> None:

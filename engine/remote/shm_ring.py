@@ -51,9 +51,14 @@ class _Counter:
 
     def wait_past(self, seen: int, deadline: float, check: Callable[[], None]) -> None:
         """Return once the number is another than `seen`. Raises `ChannelTimeoutError` at the deadline (monotonic), and
-        what `check` raises."""
+        what `check` raises, unless the number has changed by then: what came before the end counts."""
         while self._value[0] == seen:
-            check()
+            try:
+                check()
+            except Exception:
+                if self._value[0] != seen:
+                    return
+                raise
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ChannelTimeoutError

@@ -99,8 +99,11 @@ struct Brought {
 
 // memory: a SumLine for each rank, then two halves with a slot for each; pieces take the halves in turn. So a slot is
 // written again only when all have read it: a rank brings piece n + 1 after it has read piece n. number: of this piece,
-// one more than that before. With a late rank, after `wait` seconds, the call may be made again.
-Brought bring_all(const Tensor& x, const Tensor& memory, int64_t rank, int64_t size, int64_t number, double wait) {
+// one more than that before. With a late rank, after `wait` seconds, the call may be made again. reads: whether this
+// rank makes something of what the others have brought. If not, one that has given up since, perhaps in the next step,
+// is no concern of this one.
+Brought bring_all(const Tensor& x, const Tensor& memory, int64_t rank, int64_t size, int64_t number, double wait,
+                  bool reads) {
   check_float(x, "x");
   TORCH_CHECK_VALUE(x.is_contiguous(), "x must be contiguous");
   check_index(memory, "memory", at::kByte, 1);
@@ -119,14 +122,14 @@ Brought bring_all(const Tensor& x, const Tensor& memory, int64_t rank, int64_t s
   for (int64_t r = 0; r < size; ++r) {
     if (r == rank) continue;
     if (!wait_for(line(r), piece, line(rank), static_cast<int64_t>(wait * 1e9))) return {half, slot, r};
-    TORCH_CHECK(!line(r).given_up.load(), "rank ", r, " has given up");
+    TORCH_CHECK(!reads || !line(r).given_up.load(), "rank ", r, " has given up");
   }
   return {half, slot, -1};
 }
 
 // x becomes the sum of all ranks' x, added in the order of ranks. Returns -1, or a late rank, and then x is as it was.
 int64_t shared_sum(const Tensor& x, const Tensor& memory, int64_t rank, int64_t size, int64_t number, double wait) {
-  const Brought all = bring_all(x, memory, rank, size, number, wait);
+  const Brought all = bring_all(x, memory, rank, size, number, wait, true);
   if (all.late >= 0) return all.late;
   float* const out = x.mutable_data_ptr<float>();
   const int64_t n = x.numel();
@@ -150,7 +153,7 @@ int64_t shared_gather(const Tensor& x, const Tensor& memory, int64_t rank, int64
     TORCH_CHECK_VALUE(out->dim() == 2 && out->size(0) == size && out->size(1) >= n && out->stride(1) == 1,
                       "out must be [", size, ", ", n, "] with its rows in one piece, got shape ", out->sizes());
   }
-  const Brought all = bring_all(x, memory, rank, size, number, wait);
+  const Brought all = bring_all(x, memory, rank, size, number, wait, out.has_value());
   if (all.late >= 0 || !out) return all.late;
   for (int64_t r = 0; r < size; ++r)
     memcpy(out->mutable_data_ptr<float>() + r * out->stride(0), all.terms + r * all.stride, 4 * n);

@@ -94,6 +94,16 @@ def test_who_waits_is_told_that_it_is_in_vain() -> None:
         reader.receive(20.0, lambda: 1 // 0)
 
 
+def test_what_was_sent_right_before_the_end_is_received() -> None:
+    writer, reader, _ = here()
+
+    def end() -> None:
+        writer.send(b"last", 1.0)
+        raise ConnectionError("gone")
+
+    assert reader.receive(5.0, end) == b"last"
+
+
 def test_a_reader_that_takes_nothing_is_named() -> None:
     ring = Ring.create(3)
     writer = RingWriter(ring)

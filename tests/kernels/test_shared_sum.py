@@ -114,11 +114,31 @@ def test_what_the_look_around_raises_ends_the_wait() -> None:
 def test_what_a_rank_brought_before_it_gave_up_is_not_taken() -> None:
     memory = mmap.mmap(-1, memory_size(2))
     other = SharedSum(memory, 1, 2)
-    with contextlib.suppress(TimeoutError):
-        other(torch.ones(4), 0, nothing)
+    bring(other)
     other.give_up()
     with pytest.raises(RuntimeError, match="rank 1 has given up"):
         SharedSum(memory, 0, 2)(torch.ones(4), 60, nothing)
+
+
+def test_a_rank_that_gathers_nothing_itself_is_done_though_another_has_given_up_since() -> None:
+    """The first one may have made its tokens of it, and failed in the step after that."""
+    memory = mmap.mmap(-1, memory_size(2))
+    first, second = (SharedSum(memory, rank, 2) for rank in range(2))
+
+    def go_on() -> None:  # while the second waits
+        found = first.gather(torch.zeros(4), 60, nothing)
+        assert found is not None
+        assert found.tolist() == [[0.0] * 4, [1.0] * 4]
+        first.give_up()
+
+    assert second.gather(torch.ones(4), 60, go_on) is None
+    with pytest.raises(RuntimeError, match="rank 0 has given up"):
+        second(torch.ones(4), 60, lambda: bring(first))
+
+
+def bring(total: SharedSum) -> None:
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        total(torch.ones(4), 0, nothing)
 
 
 def test_what_is_no_contiguous_float32_is_refused() -> None:
