@@ -32,6 +32,10 @@ class Outbox:
         return list(self._ends)
 
     @property
+    def num_open(self) -> int:
+        return len(self._ends)
+
+    @property
     def messages(self) -> int:
         """How many it takes to bring all that has come so far."""
         return self._taken + self.waiting

@@ -27,9 +27,12 @@ class Gate:
         self.open.set()
         self.step_s = step_s
         self.steps = 0
+        self.is_held = False
 
     def __call__(self, _: StepPlan) -> None:
+        self.is_held = True
         assert self.open.wait(10)
+        self.is_held = False
         time.sleep(self.step_s)
         self.steps += 1
 

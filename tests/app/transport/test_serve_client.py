@@ -162,6 +162,27 @@ async def test_a_carrier_that_breaks_alone_aborts_what_it_carried() -> None:
         assert await read(it.submit("next")) == SCRIPT
 
 
+async def test_the_calls_of_a_carrier_that_broke_end_though_another_carries_already() -> None:
+    """Serve would count them as under way for as long as the ingress lives."""
+    gate = Gate(0.002)
+    async with pool(1, before_step=gate) as it:
+        streams = [it.submit(f"r{i}", 100) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        gate.open.clear()
+        await until(lambda: gate.is_held, 2)
+        it.handle.calls[0][1].lose()
+        await until(lambda: not it.replicas[0].holding().sent, 2)
+        next_one = it.submit("next")
+        await until(lambda: next_one.placed is not None, 2)
+        gate.open.set()
+        for stream in streams:
+            with pytest.raises(ReplicaLost):
+                await read(stream)
+        assert await read(next_one) == SCRIPT
+        await it.idle()
+
+
 async def test_an_engine_that_is_closed_under_a_request_is_a_loss() -> None:
     async with pool(before_step=Gate(0.002)) as it:
         streams = [it.submit(f"r{i}", 100) for i in range(4)]
